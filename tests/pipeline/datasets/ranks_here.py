@@ -36,12 +36,12 @@ def read_packed(folder: str, loader) -> list[int]:
     return numbers
 
 
-def packed(data, workers: int = 0, context: str | None = None) -> DataLoader:
-    return DataLoader(data, 2, num_workers=workers, collate_fn=pack, multiprocessing_context=context)
+def packed(data, workers: int = 0) -> DataLoader:
+    return DataLoader(data, 2, num_workers=workers, collate_fn=pack)
 
 
-def loader_of(data, workers: int = 0, batch: int = 2, context: str | None = None) -> DataLoader:
-    return DataLoader(data, batch, num_workers=workers, collate_fn=numbers_of, multiprocessing_context=context)
+def loader_of(data, workers: int = 0, context: str | None = None) -> DataLoader:
+    return DataLoader(data, 2, num_workers=workers, collate_fn=numbers_of, multiprocessing_context=context)
 
 
 def refused(call) -> str:
@@ -71,7 +71,6 @@ def main(folder: str, out: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     told = {
-        "alone": read(loader_of(early)),
         "forked": read(loader_of(early, 2)),
         "spawned": read(loader_of(early, 1, context="spawn")),
         "ddp": train_by_ddp(folder),
@@ -89,13 +88,9 @@ def main(folder: str, out: str) -> None:
     told["end"] = data.state_dict()["finished"]
     stateful = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     told["stateful"] = refused(lambda: stateful.prepare(loader_of(data)))
-    told["dispatched, spawned"] = read(accelerator.prepare(loader_of(data, 1, context="spawn")))
     told["sharded"] = read(sharding.prepare(loader_of(data)))
-    told["sharded, forked"] = read(sharding.prepare(loader_of(data, 2)))
     told["packed"] = read_packed(folder, accelerator.prepare(packed(data)))
     told["packed, forked"] = read_packed(folder, accelerator.prepare(packed(data, 2)))
-    told["packed, spawned"] = read_packed(folder, accelerator.prepare(packed(data, 1, "spawn")))
-    told["packed, sharded"] = read_packed(folder, sharding.prepare(packed(data)))
     told["packed, by index"] = read_packed(folder, accelerator.prepare(packed(TokenDataset(folder))))
     dispatching = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     told["cut"] = refused(lambda: next(iter(dispatching.prepare(packed(TokenDataset(folder))))))

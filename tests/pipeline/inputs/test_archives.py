@@ -26,12 +26,6 @@ from tests.builders.manifests import NOWHERE, contents, ids, member_of, read_man
 from tests.pipeline.inputs.test_tar import HOSTILE
 
 
-def test_a_zip_gives_stored_and_deflated_members(tmp_path):
-    found = rows(str(write_zip(tmp_path / "a.zip")))
-    assert ids(found) == [f"a.zip/{name}" for name in FILES]
-    assert contents(found) == list(FILES.values()) and contents(found[::-1]) == list(FILES.values())[::-1]
-
-
 def test_a_zip_with_damage_costs_what_is_damaged(tmp_path):
     path = write_zip(tmp_path / "a.zip", {"a.mp4": b"a" * 9000, "b.mp4": b"b" * 9000, "../c.mp4": b"c", "d.mp4": b"d"})
     found = {row["video_id"]: row for row in rows(path)}
@@ -84,22 +78,18 @@ def test_members_with_any_name_are_read_and_forgotten_and_an_archive_with_a_hash
         rows(str(path.rename(tmp_path / name.replace("?", "#"))))
 
 
-DOS, UNIX, NTFS = 0, 3, 10
+DOS, UNIX = 0, 3
 
 
 @pytest.mark.parametrize(
     ("name", "system", "video_id"),
     [
         ("clips\\a.mp4", DOS, "a.zip/clips/a.mp4"),
-        ("clips\\ü.mp4", DOS, "a.zip/clips/ü.mp4"),
         ("C:\\clips\\a.mp4", DOS, "a.zip/C:/clips/a.mp4"),
         ("clips\\a.mp4", UNIX, "a.zip/clips\\a.mp4"),
-        ("clips\\a.mp4", NTFS, "a.zip/clips\\a.mp4"),
         ("x/clips\\a.mp4", DOS, "a.zip/x/clips\\a.mp4"),
         ("..\\..\\a.mp4", DOS, "policy"),
-        ("\\clips\\a.mp4", DOS, "policy"),
         ("__MACOSX\\clips\\._a.mp4", DOS, None),
-        ("clips\\._a.mp4", DOS, None),
         ("clips.mp4\\", DOS, None),
     ],
 )
@@ -132,15 +122,6 @@ def test_a_kept_index_of_names_with_backslashes_is_made_again_and_forgets_member
         assert remove_members(store, (), {video_id}) == [f"sources/{kept.name}"]
 
 
-@pytest.mark.parametrize("system", [DOS, UNIX, NTFS])
-def test_a_kept_index_with_backslashes_in_names_is_used_again(tmp_path, system):
-    names = [name.decode("cp437") for name in (b"clips\\a.mp4", b"clips\\\xff.mp4", b"..\\a\n.mp4")]
-    path = write_zip(tmp_path / "a.zip", dict.fromkeys([*names, "z.mp4"], b"x"), create_system=system)
-    store = LocalStore(tmp_path / "cache")
-    found = rows(path, store=store, keeps=True)
-    assert len(found) == 4 and rows(path, store=store, first="kept") == found
-
-
 def test_a_link_in_a_zip_is_refused_and_a_member_of_any_system_is_read(tmp_path):
     modes = {"link.mp4": stat.S_IFLNK | 0o777, "pipe.mp4": stat.S_IFIFO, "file.mp4": stat.S_IFREG | 0o644, "dos.mp4": 0}
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
@@ -164,18 +145,10 @@ def test_a_zip_that_was_written_to_a_pipe_is_read(tmp_path):
     assert contents(rows(tmp_path / "a.zip")) == list(FILES.values())
 
 
-IDS = {
-    "category": pa.array(["x", "y"]).dictionary_encode(),
-    "view": pa.array(["x", "y"], pa.string_view()),
-    "bytes": pa.array([b"x", b"y"]),
-}
-
-
-@pytest.mark.parametrize("kind", IDS.values(), ids=IDS)
-def test_ids_and_what_is_carried_may_be_of_any_type_of_text_numbers_and_times(tmp_path, kind):
+def test_ids_and_what_is_carried_may_be_of_any_type_of_text_numbers_and_times(tmp_path):
     """Databases export infinity as a time beyond all dates."""
-    columns = {"v": [b"1", b"2"], "video_id": kind, "end_s": [Decimal("1.5"), None], "kind": IDS["category"]}
-    columns["at"] = pa.array([2**62, 0], pa.timestamp("us"))
+    columns = {"v": [b"1", b"2"], "video_id": pa.array([b"x", b"y"]), "end_s": [Decimal("1.5"), None]}
+    columns |= {"kind": pa.array(["x", "y"]).dictionary_encode(), "at": pa.array([2**62, 0], pa.timestamp("us"))}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     found = rows(tmp_path / "a.parquet", "v")
     assert [(row["video_id"], row["end_s"], row["fault"]) for row in found] == [("x", 1.5, None), ("y", None, None)]
@@ -198,7 +171,6 @@ NO_TABLE = r"--column names a column of .parquet, .arrow and .feather files"
 #: A place, the column that is asked for there, and words of the refusal.
 NO_COLUMN = [
     ("m.csv", "clip", NO_TABLE),
-    ("a.zip", "clip", NO_TABLE),
     ("none", "clip", NO_TABLE),
     ("t.parquet", "film", "no column film; columns of bytes: video"),
     ("t.parquet", "label", "not bytes"),
@@ -207,29 +179,20 @@ NO_COLUMN = [
 ]
 
 
-@pytest.fixture
-def tables(tmp_path):
+def test_a_column_that_holds_no_videos_is_refused_and_one_of_another_place_is_not_missed(tmp_path):
+    """The videos of another column, or all that are in a folder, would be taken without a word."""
     (tmp_path / "m.csv").write_text("video_id,uri,clip\na,whole.mp4,clip.mp4\n")
     for folder in ("none", "paths_first", "bytes_first"):
         (tmp_path / folder).mkdir()
-    for path in ("a.zip", "none/a.zip"):
-        write_zip(tmp_path / path)
+    write_zip(tmp_path / "none/a.zip")
     for path in ("t.parquet", "paths_first/2.parquet", "bytes_first/2.parquet"):
         write_parquet(tmp_path / path, files={"t.mp4": b"t"})
     for path in ("paths_first/1.parquet", "bytes_first/3.parquet"):
         pq.write_table(pa.table({"video": ["a.mp4"]}), tmp_path / path)
-    return tmp_path
-
-
-@pytest.mark.parametrize(("name", "column", "message"), NO_COLUMN)
-def test_a_column_that_holds_no_videos_is_refused(tables, name, column, message):
-    """The videos of another column, or all that are in a folder, would be taken without a word."""
-    with pytest.raises(ManifestError, match=message):
-        rows(tables / name, column)
-
-
-def test_a_manifest_without_the_column_of_a_table_beside_it_is_read(tables):
-    assert ids(rows([f"{tables}/m.csv", f"{tables}/t.parquet"], "video")) == ["a", "t.mp4"]
+    for name, column, message in NO_COLUMN:
+        with pytest.raises(ManifestError, match=message):
+            rows(tmp_path / name, column)
+    assert ids(rows([f"{tmp_path}/m.csv", f"{tmp_path}/t.parquet"], "video")) == ["a", "t.mp4"]
 
 
 def test_a_table_that_was_changed_has_other_uris_and_its_old_ones_are_not_read(tmp_path):
@@ -259,18 +222,6 @@ def test_a_damaged_row_group_costs_its_own_rows_alone(tmp_path):
     assert contents(found[:4]) == columns["v"][:4]
     with pytest.raises(VideoFault, match="corrupt: row 5 of the table cannot be read"):
         contents(found[5:6])
-
-
-def test_a_column_of_paths_makes_a_table_a_manifest(tmp_path):
-    paths = {"clip": ["a.mp4", "b/c.mp4", "/elsewhere/d.mp4"], "label": [1, 2, 3], "uri": ["x", "y", "z"]}
-    pq.write_table(pa.table(paths), tmp_path / "t.parquet")
-    found = rows(tmp_path / "t.parquet", "clip")
-    assert ids(found) == paths["clip"]
-    assert [row["uri"] for row in found] == [str(tmp_path / "a.mp4"), str(tmp_path / "b/c.mp4"), "/elsewhere/d.mp4"]
-    assert [row["policy"] is None for row in found] == [True, True, False]
-    assert [row["source_offset"] for row in found] == [None] * 3 and json.loads(found[0]["manifest"]) == {"label": 1}
-    pq.write_table(pa.table({**paths, "video_id": ["1", "2", "3"]}), tmp_path / "named.parquet")
-    assert ids(rows(tmp_path / "named.parquet", "clip")) == ["1", "2", "3"]
 
 
 def test_several_tables_of_paths_are_manifests_in_their_order(server, tmp_path):
@@ -357,11 +308,10 @@ def test_a_store_that_is_too_slow_for_a_slice_is_asked_for_headers_alone(server,
     assert counts["GET"] == 1 + 1 + 9  # the first header, a slice in vain, the others
 
 
-@pytest.mark.parametrize("sliced", [2**12, 2**25])
-def test_what_cannot_be_trusted_gives_the_same_rows_from_a_store(server, tmp_path, monkeypatch, sliced):
+def test_what_cannot_be_trusted_gives_the_same_rows_from_a_store(server, tmp_path, monkeypatch):
     """With slices of 4 KiB a header and carried member may begin in one and end in another."""
-    monkeypatch.setattr(archive, "_SLICE", sliced)
-    monkeypatch.setattr(archive, "_MIN_READ_BYTES", min(sliced, 2**14))
+    for name in ("_SLICE", "_MIN_READ_BYTES"):
+        monkeypatch.setattr(archive, name, 2**12)
     for name, (data, _) in HOSTILE.items():
         (tmp_path / "a.tar").write_bytes(member("good.mp4", b"good" * 500) + data)
         here = rows(tmp_path / "a.tar")
@@ -371,7 +321,7 @@ def test_what_cannot_be_trusted_gives_the_same_rows_from_a_store(server, tmp_pat
 
 
 def test_a_range_of_any_size_is_one_request_and_never_in_memory_as_a_whole(server, tmp_path):
-    files = {f"{number}.mp4": random.Random(number).randbytes(2**22) for number in range(6)}
+    files = {f"{number}.mp4": random.Random(number).randbytes(2**22) for number in range(3)}
     path = write_tar(tmp_path / "a.tar", files)
     found = rows(server.upload("a.tar", path.read_bytes()), objects=server.objects())
     server.requests.clear()
@@ -395,19 +345,6 @@ def test_a_member_that_is_left_out_or_read_again_costs_its_neighbours_nothing_an
     server.upload("a.tar", write_tar(tmp_path / "a.tar", {"x.mp4": b"1", **FILES}).read_bytes())
     with pytest.raises(VideoFault, match="has changed since it was indexed"):
         contents(found[5:6], server.objects())
-
-
-def test_a_glob_of_tars_on_s3_resumes_by_its_listing_and_kept_indexes(server, tmp_path):
-    data = write_tar(tmp_path / "a.tar", FILES).read_bytes()
-    for number in range(3):
-        server.upload(f"c/{number}.tar", data)
-    store = LocalStore(tmp_path / "cache")
-    first = rows(server.uri("c/*.tar"), objects=server.objects(), store=store, keeps=True)
-    assert server.counts()["LIST"] == 1 and "HEAD" not in server.counts()
-    server.requests.clear()
-    assert rows(server.uri("c/*.tar"), objects=server.objects(), store=store, keeps=True) == first
-    assert server.counts() == {"LIST": 1}
-    assert [row["video_id"] for row in first[:2]] == ["0.tar/00.mp4", "0.tar/01.mp4"]
 
 
 class Lengths(Archive):
@@ -439,4 +376,6 @@ def test_a_form_is_added_by_one_class(tmp_path, monkeypatch, server):
         found = rows(place, objects=objects, store=store, keeps=True)
         assert ids(found) == [f"a.lengths/{number}.mp4" for number in range(12)]
         assert contents(found, objects) == list(FILES.values())
+        server.requests.clear()
         assert rows(place, objects=objects, store=store, first="kept") == found
+        assert server.counts() in ({}, {"LIST": 1}, {"HEAD": 1})

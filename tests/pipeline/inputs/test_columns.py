@@ -46,15 +46,10 @@ def write_by_duckdb(whole, path):
 WRITERS = {
     "pyarrow, row groups": (".parquet", lambda table, path: pq.write_table(table, path, row_group_size=2)),
     "pyarrow, no statistics": (".parquet", lambda table, path: pq.write_table(table, path, write_statistics=False)),
-    "pyarrow, file": (".arrow", write_arrow),
-    "pyarrow, file of zstd": (".arrow", lambda table, path: write_arrow(table, path, compression="zstd")),
     "pyarrow, stream of lz4": (".arrow", lambda table, path: write_stream(table, path, compression="lz4")),
-    "pandas, parquet": (".parquet", lambda table, path: table.to_pandas().to_parquet(path)),
     "pandas, feather": (".feather", lambda table, path: table.to_pandas().to_feather(path)),
     "polars, parquet": (".parquet", lambda table, path: polars.from_arrow(table).write_parquet(path)),
-    "polars, file": (".arrow", lambda table, path: polars.from_arrow(table).write_ipc(path)),
     "polars, file of lz4": (".arrow", lambda table, path: polars.from_arrow(table).write_ipc(path, compression="lz4")),
-    "polars, stream": (".arrow", lambda table, path: polars.from_arrow(table).write_ipc_stream(path)),
     "duckdb": (".parquet", write_by_duckdb),
     "datasets": (".arrow", lambda table, path: write_stream(datasets.Dataset(table).data.table, path)),
 }
@@ -84,13 +79,10 @@ FORMS = {".parquet": pq.write_table, ".arrow": write_arrow, ".stream.arrow": wri
 BYTES = [b"one", None, b"two", b"one"]
 KINDS = {
     "binary": pa.array(BYTES),
-    "large": pa.array(BYTES, pa.large_binary()),
     "fixed size": pa.array(BYTES, pa.binary(3)),
     "view": pa.array(BYTES, pa.binary_view()),
     "dictionary": pa.array(BYTES).dictionary_encode(),
-    "dictionary of large": pa.array(BYTES, pa.large_binary()).dictionary_encode(),
     "extension": pa.ExtensionArray.from_storage(pa.opaque(pa.binary(), "video", "vendor"), pa.array(BYTES)),
-    "struct": pa.array([None if data is None else {"bytes": data} for data in BYTES]),
     "struct of views": pa.array(
         [{"path": None, "n": 1, "bytes": data} for data in BYTES],
         pa.struct({"path": pa.string_view(), "n": pa.int64(), "bytes": pa.binary_view()}),
@@ -113,12 +105,9 @@ def test_bytes_of_any_type_are_read(tmp_path, kind, form):
 PATHS = ["b/a.mp4", "../c.mp4", "b/a.mp4"]
 TEXTS = {
     "string": pa.array(PATHS),
-    "large": pa.array(PATHS, pa.large_string()),
     "view": pa.array(PATHS, pa.string_view()),
-    "dictionary": pa.array(PATHS).dictionary_encode(),
     "extension": pa.ExtensionArray.from_storage(pa.opaque(pa.string(), "path", "vendor"), pa.array(PATHS)),
     "struct without bytes": pa.array([{"path": path} for path in PATHS]),
-    "struct of null bytes": pa.array([{"bytes": None, "path": path} for path in PATHS]),
 }
 
 
@@ -182,14 +171,14 @@ def test_damage_to_an_arrow_file_is_a_fault_of_its_own(tmp_path, write):
 
 
 @pytest.mark.parametrize("write", [write_arrow, write_stream])
-@pytest.mark.parametrize("codec", [None, "lz4", "zstd"])
+@pytest.mark.parametrize("codec", [None, "zstd"])
 def test_flipped_and_lost_bytes_of_an_arrow_file_raise_only_faults(tmp_path, codec, write):
     table, draw = pa.table({"v": [bytes([number]) * 300 for number in range(6)]}), random.Random(0)
     for whole in (table, table.append_column("video_id", [list("abcdef")])):
         write(whole, tmp_path / "a.arrow", compression=codec)
         write(whole, tmp_path / "b.arrow", compression=codec)
         sound = (tmp_path / "a.arrow").read_bytes()
-        for _ in range(15):
+        for _ in range(10):
             data, place = bytearray(sound), draw.randrange(len(sound))
             data[place : place + draw.randrange(1, 64)] = draw.choice([b"", bytes(32), bytes([data[place] ^ 4])])
             (tmp_path / "a.arrow").write_bytes(data)
@@ -203,8 +192,7 @@ def test_flipped_and_lost_bytes_of_an_arrow_file_raise_only_faults(tmp_path, cod
                     contents([row])
 
 
-@pytest.mark.parametrize("make", [pa.ipc.new_file, pa.ipc.new_stream], ids=["file", "stream"])
-@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+@pytest.mark.parametrize(("codec", "make"), [("lz4", pa.ipc.new_file), ("zstd", pa.ipc.new_stream)])
 def test_a_compressed_arrow_file_takes_the_memory_of_one_batch(tmp_path, codec, make):
     schema = pa.schema({"video_id": pa.string(), "v": pa.struct({"bytes": pa.binary(), "path": pa.string()})})
     with make(str(tmp_path / "a.arrow"), schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:

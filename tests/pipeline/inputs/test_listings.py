@@ -5,8 +5,6 @@ import shutil
 import subprocess
 from hashlib import md5
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError, UsageError
@@ -84,21 +82,13 @@ def test_one_object_may_have_any_name(server):
     assert server.counts() == {"HEAD": 1, "LIST": 1}
 
 
-@pytest.mark.parametrize("name", ["m.jsonl", "lists/m.csv", "lists/m.parquet"])
-def test_a_manifest_is_one_request(server, name):
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"video_id": ["007"], "uri": ["x/v.mp4"], "start_s": [1.5], "size": [9]}), sink)
-    data = {
-        "m.jsonl": b'\xef\xbb\xbf{"video_id": "007", "uri": "x/v.mp4", "start_s": 1.5, "size": 9}\n',
-        "lists/m.csv": b"video_id,uri,start_s,end_s,size\n007,x/v.mp4,1.5,,9\n",
-        "lists/m.parquet": sink.getvalue().to_pybytes(),
-    }[name]
-    (row,) = read(server, server.upload(name, data))
+def test_a_manifest_is_one_request(server):
+    line = {"video_id": "007", "uri": "x/v.mp4", "start_s": 1.5, "size": 9}
+    (row,) = read(server, server.upload("lists/m.jsonl", b"\xef\xbb\xbf" + json.dumps(line).encode()))
     assert server.counts() == {"GET": 1}
-    uri = server.uri(f"{name.rpartition('m.')[0]}x/v.mp4")
-    assert (row["video_id"], row["uri"], row["policy"]) == ("007", uri, None)
+    assert (row["video_id"], row["uri"], row["policy"]) == ("007", server.uri("lists/x/v.mp4"), None)
     assert (row["start_s"], row["size"]) == (1.5, None)  # a column of the manifest's own is only carried
-    assert str(json.loads(row["manifest"])["size"]) == "9"
+    assert json.loads(row["manifest"]) == {"size": 9}
 
 
 def test_a_manifest_names_what_lies_below_its_folder_or_a_root(server, tmp_path):
@@ -122,17 +112,14 @@ def test_a_manifest_names_what_lies_below_its_folder_or_a_root(server, tmp_path)
 @pytest.mark.parametrize(
     ("uri", "shown"),
     [
-        ("s3://KEY:SEC@bucket/m/v.mp4", "s3://bucket/m/v.mp4"),
         ("s3://KEY:S/EC@bucket/m/v.mp4", "s3://bucket/m/v.mp4"),
         ("s3://bucket/m/v.mp4?X-Sig=SEC", "s3://bucket/m/v.mp4"),
         ("v.mp4?X-Sig=SEC", "s3://bucket/m/v.mp4"),
-        ("s3://bucket/m/../x.mp4", "s3://bucket/m/../x.mp4"),
         ("../x.mp4", "s3://bucket/m/../x.mp4"),
         ("s3://bucket/m/./x.mp4", "s3://bucket/m/./x.mp4"),
         ("s3://bucket/m/a\nb.mp4", "s3://bucket/m/a b.mp4"),
         ("s3:///m/v.mp4", "s3:///m/v.mp4"),
         ("s3://bucket", "s3://bucket"),
-        ("s3://bucket/m/", "s3://bucket/m/"),
         ("S3://bucket/m/v.mp4", "S3://bucket/m/v.mp4"),
         ("https://u:SEC@host:1/v.mp4?t=SEC#f", "https://host:1/v.mp4"),
     ],
@@ -170,10 +157,10 @@ def test_what_cannot_be_listed_is_refused_with_the_store_s_reason(server):
         read(server, server.uri("v/"))
 
 
-@pytest.mark.parametrize("videos", ["s3://bucket/a.mp4?sig=SEC", "s3://k:SEC@bucket/a", "s3://", "s3://bucket?sig=SEC"])
-def test_an_address_with_more_than_bucket_and_key_is_refused_unread(videos):
+@pytest.mark.parametrize("uri", ["s3:///a", "s3://k:SEC@bucket/a", "s3://k:S/EC@bucket/a", "s3://bucket/a?sig=SEC.mp4"])
+def test_an_address_with_more_than_bucket_and_key_is_refused_unread(uri):
     with pytest.raises(UsageError, match="without user, host or query") as caught:
-        read_manifest(videos, (), Objects(endpoint_url="http://127.0.0.1:1"))
+        read_manifest(uri, (), Objects(endpoint_url="http://127.0.0.1:1"))
     assert "SEC" not in str(caught.value)
 
 

@@ -9,13 +9,10 @@ import tarfile
 import pytest
 
 from pipeline.errors import FAULTS, ManifestError
-from pipeline.inputs.archive import ArchiveOptions, open_archive
-from pipeline.inputs.indexes import Indexes
-from pipeline.inputs.tar_and_zip import Tar
-from pipeline.inputs.video_list import VideoList
+from pipeline.inputs.archive import ArchiveOptions
 from pipeline.storage.stores import LocalStore
 from tests.builders.archives import BLOCK, ended, member, pax, renumbered, write_tar
-from tests.builders.manifests import NOWHERE, contents, ids, read_manifest, rows
+from tests.builders.manifests import contents, ids, read_manifest, rows
 
 CLIPS = ArchiveOptions(clips_from=("start", "end"))
 
@@ -48,29 +45,15 @@ def test_members_are_found_where_they_lie_in_every_format(tmp_path, kind):
     assert [row["size"] for row in found] == [len(data) for data in files.values()]
 
 
-def test_what_stands_beside_a_video_is_carried(tmp_path):
-    files = {
-        "k/a.json": b'{"caption": "a cat", "n": 1}', "k/a.0.mp4": b"1", "k/a.1.mp4": b"22", "k/a.txt": "ü".encode(),
-        "k/b.mp4": b"3", "k/b.cls": b"7", "k/b.jpg": b"x", "c.mp4": b"4", "d.json": b"{", "d.mp4": b"5",
-        "e.txt": b"x" * 70_000, "e.mp4": b"6",
-    }  # fmt: skip
-    found = rows(write_tar(tmp_path / "s.tar", files))
-    carried = {row["video_id"]: row["manifest"] and json.loads(row["manifest"]) for row in found}
-    both = {"json": {"caption": "a cat", "n": 1}, "txt": "ü"}
-    assert carried == {
-        "s.tar/k/a.0.mp4": both, "s.tar/k/a.1.mp4": both, "s.tar/k/b.mp4": {"cls": 7}, "s.tar/c.mp4": None,
-        "s.tar/d.mp4": {"json": "{"}, "s.tar/e.mp4": {"txt": None},
-    }  # fmt: skip
-
-
 def test_json_that_is_nested_without_end_is_carried_as_text_and_costs_no_other(tmp_path):
     """Between the depths that Python can write and that it can read there are some that it can only read."""
     depths = [90, 300, *range(900, 1000), 9999]
     deep = {depth: b"[" * depth + b"]" * depth for depth in depths}
-    files = {f"{depth}.{kind}": deep[depth] if kind == "json" else b"x" for depth in depths for kind in ("mp4", "json")}
-    found = rows(write_tar(tmp_path / "s.tar", files))
-    carried = [json.loads(row["manifest"])["json"] for row in found]
-    assert carried == [json.loads(deep[90]), *(deep[depth].decode() for depth in depths[1:])]
+    files = {f"{depth}.{kind}": deep[depth] if kind == "json" else b"7" for depth in depths for kind in ("mp4", "json")}
+    found = rows(write_tar(tmp_path / "s.tar", files | {"90.cls": b"7"}))
+    first, *others = [json.loads(row["manifest"]) for row in found]
+    assert first == {"json": json.loads(deep[90]), "cls": 7}
+    assert others == [{"json": deep[depth].decode()} for depth in depths[1:]]
 
 
 def test_clips_come_from_the_json_where_that_is_asked_for(tmp_path):
@@ -88,8 +71,6 @@ def with_bytes(header, place, data):
 
 
 NEXT, SPARSE = member("next.mp4", b"x"), with_bytes(member("s.mp4", b"x" * 512), 156, b"S")
-CHAINED = with_bytes(SPARSE, 482, b"\1")
-CHAIN = b"\0" * 504 + b"\1" + b"\0" * 7 + b"\0" * BLOCK
 ELSEWHERE = ["../a.mp4", "/etc/a.mp4", "b/../../a.mp4", "b//a.mp4", "a\nb.mp4", os.fsdecode(b"a\xff.mp4")]
 KINDS = [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE]
 LINKS = [member(f"{number}.mp4", kind=kind, linkname="/etc/passwd") for number, kind in enumerate(KINDS)]
@@ -104,7 +85,6 @@ HOSTILE = {
         ended(pax(GNU__sparse__major="1", GNU__sparse__realsize=str(2**60)), member("p.mp4", b"x"), NEXT),
         ["unsupported", None],
     ),
-    "sparse in a chain": (ended(CHAINED[:BLOCK] + CHAIN + CHAINED[BLOCK:], NEXT), ["unsupported", None]),
     "a name twice": (
         ended(*(member(name, b"a" * size) for name, size in (("a.mp4", 9), ("a.mp4", 7000), ("./a.mp4", 9)))),
         [None, "corrupt", "corrupt"],
@@ -113,7 +93,6 @@ HOSTILE = {
     "no end": (member("a.mp4", b"a" * 3000), [None, "corrupt"]),
     "another tar behind the end": (ended(NEXT) + bytes(9 * BLOCK) + ended(member("b.mp4", b"b")), [None, "corrupt"]),
     "cut in a member": (member("a.mp4", b"a") + member("b.mp4", b"b" * 9000)[:5000], [None, "corrupt"]),
-    "cut in a header": (member("a.mp4", b"a" * 5000) + NEXT[:100], [None, "corrupt"]),
     "no header": (member("a.mp4", b"a") + bytes(100) + b"x" * 9000 + bytes(116) + ended(NEXT), [None, "corrupt", None]),
     "a broken header": (ended(NEXT[:5] + b"T" + NEXT[6:] + member("c.mp4", b"c")), ["corrupt", None]),
     "a long name": (ended(pax(path="a" * 5000 + ".mp4"), member("a.mp4", b"a")), ["policy"]),
@@ -139,14 +118,6 @@ def test_what_cannot_be_trusted_is_an_error_and_costs_no_other(tmp_path, name):
     assert all(name.isprintable() for name in found)
 
 
-def test_members_by_the_ten_thousand_are_found(tmp_path):
-    block = member("000000.mp4")
-    (tmp_path / "a.tar").write_bytes(ended(*(with_bytes(block, 0, f"{n:06}".encode()) for n in range(20_000))))
-    found = read_manifest(str(tmp_path / "a.tar"))
-    assert len(found) == 20_000 and found["fault"].null_count == 20_000
-    assert found["video_id"][19_999].as_py() == "a.tar/019999.mp4"
-
-
 def test_a_cut_tar_costs_its_tail(tmp_path):
     whole = ended(member("a.mp4", b"a" * 1000), member("b.mp4", b"b" * 1000), member("c.mp4", b"c" * 1000))
     path = tmp_path / "a.tar"
@@ -165,7 +136,7 @@ def test_a_cut_tar_costs_its_tail(tmp_path):
 def test_any_flipped_byte_of_a_header_is_noticed_or_harmless(tmp_path):
     """A name may become another name; nothing else is read as a video than what was packed."""
     whole, draw = ended(*(member(f"{name}.mp4", name.encode() * 600) for name in "abc")), random.Random(3)
-    for _ in range(150):
+    for _ in range(80):
         data = bytearray(whole)
         place = draw.choice([0, 1536, 3072]) + draw.randrange(BLOCK)
         data[place] ^= 1 << draw.randrange(8)
@@ -175,40 +146,19 @@ def test_any_flipped_byte_of_a_header_is_noticed_or_harmless(tmp_path):
                 assert contents([row])[0] in (b"a" * 600, b"b" * 600, b"c" * 600)
 
 
-def test_random_bytes_never_raise_anything_else(tmp_path):
-    draw = random.Random(5)
-    for number in range(100):
-        path = tmp_path / f"{number}.tar"
-        path.write_bytes(draw.randbytes(draw.randrange(5000)))
-        members = list(Tar(open_archive(str(path), NOWHERE)).members(ArchiveOptions()))
-        assert all(one.fault for one in members)
-
-
-def test_an_index_is_kept_and_made_anew_where_the_tar_changed(tmp_path):
-    store = LocalStore(tmp_path / "cache")
-    path = write_tar(tmp_path / "a.tar", {"a.mp4": b"1", "a.txt": b"x"})
-
-    def read(first="all"):
-        videos = VideoList.read(str(path), indexes=Indexes(store=store, keeps=True), first=first)
-        return videos.known.to_pylist(), videos
-
-    first, _ = read()
-    assert len(store.names("sources", ".zlib")) == 1 and not store.has_other_files()
-    path.chmod(0)
-    again, videos = read("kept")
-    assert again == first and videos.unindexed == [] and videos.indexes.n_made == 0
-    path.chmod(0o644)
-    write_tar(path, {"a.mp4": b"1", "b.mp4": b"2"})
-    assert read("kept")[0] == [] and [place.uri for place in read("kept")[1].unindexed] == [str(path)]
-    assert ids(read()[0]) == ["a.tar/a.mp4", "a.tar/b.mp4"]
-    assert len(store.names("sources", ".zlib")) == 1
-    (kept,) = (tmp_path / "cache" / "sources").iterdir()
-    kept.write_bytes(kept.read_bytes()[:-40])  # a damaged one is no more than a lost one
-    assert ids(read()[0]) == ["a.tar/a.mp4", "a.tar/b.mp4"]
+def test_an_index_takes_the_place_of_that_before_a_change_and_a_damaged_one_is_no_more_than_a_lost_one(tmp_path):
+    path, store = tmp_path / "a.tar", LocalStore(tmp_path / "cache")
+    for names in (["a.mp4"], ["a.mp4", "b.mp4"]):
+        write_tar(path, dict.fromkeys(names, b"1"))
+        for _ in range(2):
+            assert ids(rows(path, store=store, keeps=True)) == [f"a.tar/{name}" for name in names]
+            (kept,) = (tmp_path / "cache" / "sources").iterdir()
+            kept.write_bytes(kept.read_bytes()[:-40])
+    assert not store.has_other_files()
 
 
 UNREADABLE_FORMS = [
-    "a.tar.gz", "a.tgz", "s3://b/a-{00..09}.tar.zst", "*.tar.bz2", "t.lance", "s3://k:SEC@b/a.tgz",
+    "a.tar.gz", "s3://b/a-{00..09}.tar.zst", "s3://k:SEC@b/a.tgz",
     "https://k:SEC@h/t.lance", "pipe:curl -H 'Authorization: Bearer SEC' https://h/a.tar",
 ]  # fmt: skip
 
@@ -220,18 +170,6 @@ def test_what_cannot_be_read_as_it_is_is_refused_with_the_remedy(tmp_path, monke
     with pytest.raises(ManifestError, match=remedies) as caught:
         read_manifest(name)
     assert "SEC" not in str(caught.value)
-
-
-def test_a_folder_of_tars_is_a_corpus_and_videos_come_first(tmp_path):
-    for number in range(3):
-        write_tar(tmp_path / f"shard-{number}.tar", {f"{number}.mp4": b"x"})
-    whole = [f"shard-{number}.tar/{number}.mp4" for number in range(3)]
-    for named in (tmp_path, f"{tmp_path}/*.tar", f"{tmp_path}/shard-{{0..2}}.tar"):
-        assert ids(rows(named)) == whole
-    several = [f"{tmp_path}/shard-2.tar", f"{tmp_path}/shard-0.tar"]
-    assert ids(rows(several)) == [whole[2], whole[0]]
-    (tmp_path / "a.mp4").touch()
-    assert ids(rows(tmp_path)) == ["a.mp4"]
 
 
 def test_a_tar_that_is_no_file_or_lies_outside_is_a_row(tmp_path):

@@ -23,11 +23,7 @@ from tests.waiting import wait_until
 @pytest.fixture
 def tars(tmp_path):
     """Three tars of 3, 2 and 1 videos."""
-    return write_tars(tmp_path / "tars")
-
-
-def write_tars(folder):
-    folder.mkdir()
+    (folder := tmp_path / "tars").mkdir()
     for number in range(3):
         write_tar(folder / f"{number}.tar", {f"{part}.mp4": bytes(100) for part in range(3 - number)})
     return folder
@@ -38,10 +34,6 @@ def list_for_run(place, tmp_path, column=None, *, is_limited=False, say=lambda l
     indexes = Indexes(ArchiveOptions(column), LocalStore(tmp_path / "cache"), keeps=True, say=say)
     names = place if isinstance(place, list) else [str(place)]
     return VideoList.read(names, (), NOWHERE, indexes, first="needed", is_limited=is_limited)
-
-
-def write_table(path, names):
-    pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
 
 
 class Noting(Tar):
@@ -70,16 +62,6 @@ def test_tars_wait_and_come_one_after_the_other_and_their_indexes_are_kept(tars,
     again = list_for_run(tars, tmp_path, say=lines.append)
     assert ids(again.known) == [*chain(*expected)] and left(again) == []
     assert again.indexes.n_made == 0 and lines == ["indexed 3 of 3 archives: 6 videos so far"]
-
-
-def test_an_archive_that_has_changed_is_indexed_before_the_start_and_a_new_one_waits(tars, tmp_path):
-    [*list_for_run(tars, tmp_path).read_unindexed()]
-    write_tar(tars / "00.tar", {"new.mp4": bytes(9)})
-    write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
-    videos = list_for_run(tars, tmp_path)
-    known = [*(f"0.tar/{number}.mp4" for number in range(3)), "1.tar/changed.mp4", "2.tar/0.mp4"]
-    assert left(videos) == ["00.tar"] and ids(videos.known) == known
-    assert [ids(item.videos) for item in videos.read_unindexed()] == [["00.tar/new.mp4"]]
 
 
 @pytest.mark.parametrize(
@@ -191,16 +173,6 @@ def test_what_an_archive_leaves_out_is_counted_once_its_videos_are_listed(tmp_pa
     assert videos.indexes.left_out.as_record() == {"other files": {"count": 2, "names": ["0.tar/p.jpg", "0.tar/q.jpg"]}}
 
 
-def test_archives_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "y").mkdir()
-    (tmp_path / "y" / "y.mp4").write_bytes(b"y")
-    again = str(write_tar(tmp_path / "x" / "0.tar", {"z.mp4": b"z"}))
-    for place, count in ((tars / "0.tar", 3), ([str(tars), again], 7), ([str(tars), str(tmp_path / "y")], 7)):
-        videos = list_for_run(place, tmp_path)
-        assert videos.unindexed == [] and len(videos.known) == count
-
-
 def test_with_a_limit_a_large_tar_comes_in_growing_items_and_can_be_left(tmp_path, monkeypatch):
     monkeypatch.setattr(Noting, "n_read", 0)
     monkeypatch.setitem(FORMS, ".tar", Noting)
@@ -222,7 +194,8 @@ def test_with_a_limit_a_large_tar_comes_in_growing_items_and_can_be_left(tmp_pat
 def test_with_a_limit_tables_wait_too_and_only_those_that_are_asked_for_are_opened(tmp_path):
     (tmp_path / "tables").mkdir()
     for number in range(3):
-        write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
+        table = pa.table({"video_id": [f"{number}-{part}" for part in range(3)], "video": [b"x"] * 3})
+        pq.write_table(table, tmp_path / f"tables/{number}.parquet", row_group_size=2)
     (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
     videos = list_for_run(tmp_path / "tables", tmp_path, "video", is_limited=True)
     assert len(videos.unindexed) == 4

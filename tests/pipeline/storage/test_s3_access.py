@@ -73,8 +73,7 @@ def reaches(server, environ, monkeypatch):
 
 
 REFUSALS = [
-    *((code, 403, "are wrong") for code in ("InvalidAccessKeyId", "SignatureDoesNotMatch")),
-    ("InvalidToken", 400, "are wrong"),
+    ("SignatureDoesNotMatch", 403, "are wrong"),
     ("AuthorizationHeaderMalformed", 400, "are wrong, or not those of this store or region"),
     ("ExpiredToken", 400, "have expired: rerun the command with new credentials"),
     ("AccessDenied", 403, "do not allow this"),
@@ -83,37 +82,34 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("code", "status", "why"), REFUSALS)
-def test_a_refusal_says_where_the_credentials_came_from(server, refuses, monkeypatch, tmp_path, code, status, why):
-    server.fail("GET", "v/a.mp4", status, code)
-    server.fail("PUT", "v/a.mp4", status, code)
+def test_a_refusal_says_where_the_credentials_came_from(server, refuses, monkeypatch, tmp_path):
     environment = reaches(server, KEYS, monkeypatch)
     for name in KEYS:
         monkeypatch.delenv(name)
-    (tmp_path / "credentials").write_text(f"[default]\n{PROFILE}[work]\n{PROFILE}")
+    (tmp_path / "credentials").write_text(f"[work]\n{PROFILE}")
     (tmp_path / "config").write_text(f"[profile other]\n{PROFILE}")
     objects = {"the environment (AWS_ACCESS_KEY_ID)": pickle.loads(pickle.dumps(environment))}  # noqa: S301
-    for profile, file in (("default", "credentials"), ("work", "credentials"), ("other", "config")):
+    for profile, file in (("work", "credentials"), ("other", "config")):
         monkeypatch.setenv("AWS_PROFILE", profile)
         objects[f"profile {profile} of {tmp_path / file}"] = Objects.from_environment()
+    for code, status, why in REFUSALS:
+        server.fail("GET", "v/a.mp4", status, code)
+        for source, client in objects.items():
+            said = str(refuses(code, client.read, server.uri("v/a.mp4")))
+            assert f"the credentials from {source} {why}" in said
+    server.fail("PUT", "v/a.mp4", 403)
     for source, client in objects.items():
-        for ask in (client.read, lambda uri, client=client: store_at(uri[:-8], client).put("v/a.mp4", b"x")):
-            assert f"the credentials from {source} {why}" in str(refuses(code, ask, server.uri("v/a.mp4")))
+        assert source in str(refuses("AccessDenied", store_at(server.uri(), client).put, "v/a.mp4", b"x"))
 
 
-@pytest.mark.parametrize("status", [400, 401, 403])
-def test_a_refusal_without_a_text_names_the_credentials_too(server, refuses, monkeypatch, status):
-    server.fail("HEAD", "c/cache.json", status)
-    server.fail("GET", "c/cache.json", status, "")
+def test_a_refusal_without_a_text_and_one_that_is_not_about_credentials(server, refuses, monkeypatch):
+    server.fail("HEAD", "c/cache.json", 403)
+    server.fail("GET", "c/cache.json", 403, "")
     objects = reaches(server, KEYS, monkeypatch)
     for ask in (objects.info, objects.exists, lambda uri: TokenCache(uri.rpartition("/")[0])):
         why = r"credentials from the environment \(AWS_ACCESS_KEY_ID\)"
         refuses(why, ask, server.uri("c/cache.json"), kind=(OSError, UsageError))
-
-
-def test_what_is_not_about_credentials_does_not_name_them(server, refuses, monkeypatch):
-    objects = reaches(server, KEYS, monkeypatch)
-    for code, status in (("InvalidObjectState", 403), ("NoSuchKey", 404), ("InvalidRequest", 400)):
+    for code, status in (("InvalidObjectState", 403), ("NoSuchKey", 404)):
         server.fail("GET", "v/a.mp4", status, code)
         assert "credentials" not in str(refuses(code, objects.read, server.uri("v/a.mp4")))
 
@@ -126,21 +122,16 @@ CONTAINER = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:9/x"}
 #: What is configured, as files and variables, and what an error says.
 UNUSABLE = {
     "key": ({}, {"AWS_ACCESS_KEY_ID": KEY}, "credentials in the environment are partial: aws_secret_access_key"),
-    "secret": ({}, {"AWS_SECRET_ACCESS_KEY": SECRET}, "environment are partial: aws_access_key_id is missing"),
     "token": ({}, {"AWS_SESSION_TOKEN": TOKEN}, NONE),
     "role": ({}, ROLE, NONE),
     "web": ({}, {"AWS_WEB_IDENTITY_TOKEN_FILE": "/no", **ROLE}, "cannot be read from /no"),
     "container": ({}, CONTAINER, "cannot be had from container-role"),
     "file-key": ({"credentials": f"[default]\naws_access_key_id = {KEY}\n"}, {}, "credentials in profile default of"),
-    "file-secret": ({"credentials": f"[default]\naws_secret_access_key = {SECRET}\n"}, {}, NONE),
     "other-profile": ({"config": f"[profile work]\n{PROFILE}"}, {}, f"{NONE}, in profile def"),
     "no-profile": ({}, {"AWS_PROFILE": "gone"}, r"AWS_PROFILE names a profile \(gone\) that the files of credentials"),
     "process": ({"config": f"{PROCESS} /no/x\n"}, {}, "credentials cannot be read from /no/x"),
     "failing-process": ({"config": f"{PROCESS} false\n"}, {}, "cannot be had from custom-process"),
-    "no-json": ({"config": f"{PROCESS} echo x\n"}, {}, "credentials cannot be had from"),
-    "default-profile": ({}, {"AWS_DEFAULT_PROFILE": "gone"}, r"AWS_DEFAULT_PROFILE names a profile \(gone\)"),
     "missing-file": ({}, {"AWS_CONFIG_FILE": "/no/x"}, "credentials cannot be read from /no/x"),
-    "folder": ({}, {"AWS_SHARED_CREDENTIALS_FILE": "/tmp"}, "credentials cannot be read from /tmp"),
     "sso": ({"config": SSO}, {}, "have expired: run aws sso login"),
     "broken": ({"config": "[default\n"}, {}, "the files of credentials cannot be used"),
 }
@@ -159,7 +150,7 @@ def test_credentials_that_are_partial_or_out_of_reach_never_make_a_read_unsigned
     assert not server.requests and not isinstance(error, FileNotFoundError)  # of the object
 
 
-@pytest.mark.parametrize(("status", "unsigned"), [(404, True), (403, True), (500, False), (200, False), (None, False)])
+@pytest.mark.parametrize(("status", "unsigned"), [(404, True), (500, False), (200, False), (None, False)])
 def test_a_metadata_service_that_fails_counts_as_credentials(server, refuses, monkeypatch, status, unsigned):
     """404: there is no role. 200: there is one, and its credentials are no JSON. None: a configured service is away."""
     size = [("Content-Length", "4")]
@@ -203,11 +194,11 @@ def test_a_node_with_credentials_signs_what_the_driver_could_not(server, monkeyp
     assert all("AUTHORIZATION" in headers for headers in sent) and len(sent) == 2
 
 
-@pytest.mark.parametrize("environ", [KEYS, {}])
-def test_a_requester_pays_for_reads_of_sources_alone(server, monkeypatch, tmp_path, sent, environ):
-    if not environ:
-        (tmp_path / "credentials").write_text(f"[default]\n{PROFILE}")
-    reaches(server, environ, monkeypatch)
+def test_a_requester_who_has_credentials_pays_for_reads_of_sources_alone(server, refuses, monkeypatch, sent):
+    reaches(server, {}, monkeypatch)
+    refuses(NONE, Objects.from_environment(requester_pays=True).read, server.uri("v/a.mp4"))
+    assert not sent
+    set_variables(monkeypatch, KEYS)
     objects = Objects.from_environment(requester_pays=True)
     (info,) = objects.list(server.uri("v/"))
     of_worker = pickle.loads(pickle.dumps(objects))  # noqa: S301
@@ -221,18 +212,10 @@ def test_a_requester_pays_for_reads_of_sources_alone(server, monkeypatch, tmp_pa
     assert len(sent) == 8 and not any("X_AMZ_REQUEST_PAYER" in headers for headers in sent)
 
 
-def test_a_requester_who_pays_has_credentials(server, refuses, monkeypatch, sent):
-    reaches(server, {}, monkeypatch)
-    refuses(NONE, Objects.from_environment(requester_pays=True).read, server.uri("v/a.mp4"))
-    assert not sent
-
-
 AWAY = "[default]\nendpoint_url = http://127.0.0.1:9\n"
 #: How an endpoint is configured: the file, and variables.
 ENDPOINTS = {
-    "variable": ("", {"AWS_ENDPOINT_URL": "URL"}),
     "variable-of-s3": ("", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ENDPOINT_URL_S3": "URL"}),
-    "profile": ("[default]\nendpoint_url = URL\n", {}),
     "named-profile": ("[profile minio]\nendpoint_url = URL\nregion = r\n", {"AWS_PROFILE": "minio"}),
     "services": (f"{AWAY}services = mine\n[services mine]\ns3 =\n  endpoint_url = URL\n", {}),
     "variable-first": (AWAY, {"AWS_ENDPOINT_URL": "URL"}),
@@ -271,11 +254,8 @@ def test_a_driver_without_an_endpoint_decides_for_nodes_that_have_one(server, mo
     assert "amazonaws.com" in pickle.loads(data)._get_client().meta.endpoint_url  # noqa: S301
 
 
-@pytest.mark.parametrize("text", ["", "[default]\nignore_configured_endpoint_urls = true\nendpoint_url = URL\n"])
-def test_configured_endpoints_can_be_ignored_but_not_the_flag(server, monkeypatch, tmp_path, text):
-    (tmp_path / "config").write_text(text.replace("URL", server.url))
-    if not text:
-        monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+def test_configured_endpoints_can_be_ignored_but_not_the_flag(server, monkeypatch):
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
     objects = reaches(server, KEYS, monkeypatch)
     objects.settle_access(server.uri())
     assert "endpoint_url" not in objects._settings and "amazonaws.com" in objects._get_client().meta.endpoint_url
@@ -299,10 +279,9 @@ def test_the_driver_decides_for_the_objects_that_a_local_manifest_names(server, 
         read(Objects.from_environment())
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_azure_names_its_credentials(monkeypatch, status):
+def test_azure_names_its_credentials(monkeypatch):
     headers = [("x-ms-error-code", "AuthenticationFailed"), ("Content-Length", "0")]
-    with answering(lambda ask: (status, headers, b"")) as url:
+    with answering(lambda ask: (403, headers, b"")) as url:
         settings = f"AccountName=account;AccountKey=c2VjcmV0;BlobEndpoint={url}/account"
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", settings)
         store = store_at("az://box/c")
@@ -316,7 +295,6 @@ def test_azure_names_its_credentials(monkeypatch, status):
     ("status", "code", "token", "kind", "why"),
     [
         (401, "", "hf_abcdef", PermissionError, "the token of HF_TOKEN"),
-        (401, "RepoNotFound", "hf_abcdef", FileNotFoundError, "the token of HF_TOKEN"),
         (401, "RepoNotFound", "", FileNotFoundError, "no credentials are configured: set HF_TOKEN"),
         (403, "GatedRepo", "hf_abcdef", FileNotFoundError, "the token of HF_TOKEN"),
     ],

@@ -26,40 +26,26 @@ X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", 10, "-g", 16, "-pix_fm
 VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-crf", 10, "-b:v", 0, "-pix_fmt", "yuv420p")
 AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-row-mt", 0, "-crf", 10, "-pix_fmt", "yuv420p")
 MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2)
-UNEVEN = ("-vf", "settb=1/1000,setpts=N*N*7", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
 TWICE = ("-vf", "settb=1/1000,setpts=floor(N/2)*80", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
 PIPE = ("-seekable", 0)
 
 
-SIZES = {"odd.mp4": (33, 17), "one-pixel.mkv": (1, 1)}
 CLIPS = {
-    "plain.mp4": X264,
-    "b-frames.mkv": (*X264, "-bf", 3),
     "open-gop.mp4": (*X264, "-bf", 3, "-x264-params", "open-gop=1:scenecut=0"),
     "vp9.webm": VP9,
     "av1.mp4": AV1,
     "wmv2.wmv": ("-c:v", "wmv2", "-q:v", 2),
     "animated.gif": ("-vf", "split[a][b];[a]palettegen[p];[b][p]paletteuse"),
     # written to a pipe, where no length can be filled in afterwards
-    "piped.avi": ("-c:v", "mpeg4", "-q:v", 2, *PIPE),
     "piped-b-frames.avi": ("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, *PIPE),
     "piped.mkv": (*X264, *PIPE),
-    "piped.flv": (*X264, *PIPE),
     # transport and program streams
     "mpeg2.ts": MPEG2,
-    "h264.ts": (*X264, "-bf", 2),
     # times
-    "late.mp4": (*X264, "-output_ts_offset", 1.5),
-    "late.ts": (*X264, "-output_ts_offset", 1.5),
     "negative.mp4": (*X264, "-output_ts_offset", -0.32, "-avoid_negative_ts", "disabled"),
-    "negative-cts.mp4": (*X264, "-bf", 2, "-movflags", "negative_cts_offsets"),
-    "uneven.mp4": (*UNEVEN, *X264),
-    "uneven.mkv": (*UNEVEN, *X264),
     "two-at-a-time.mkv": (*TWICE, "-c:v", "ffv1"),
     # sizes and pixels
-    "odd.mp4": (*X264, "-pix_fmt", "yuv444p"),
     "one-pixel.mkv": ("-c:v", "ffv1"),
-    "interlaced.ts": (*MPEG2, "-flags", "+ilme+ildct"),
     "alpha.webm": (*VP9, "-pix_fmt", "yuva420p"),
     "cropped.mp4": (*X264, "-bsf:v", "h264_metadata=crop_right=8:crop_top=8"),
 }
@@ -76,27 +62,16 @@ def assert_as_shown():
 def test_a_clip_as_ffmpeg_makes_it(assert_as_shown, tmp_path, name):
     """AVI stores no presentation times: libraries differ by a frame or two in where it starts."""
     count = 8 if name == "av1.mp4" else 32
-    path = make_clip(tmp_path / name, *CLIPS[name], count=count, size=SIZES.get(name, (64, 96)))
+    path = make_clip(tmp_path / name, *CLIPS[name], count=count, size=(1, 1) if name == "one-pixel.mkv" else (64, 96))
     assert_as_shown(path, exact_start=name != "piped-b-frames.avi")
 
 
-@pytest.mark.parametrize("start", [0.2, 0.41])
-def test_an_edit_list_of_a_cut_without_encoding(assert_as_shown, tmp_path, start):
+def test_an_edit_list_of_a_cut_without_encoding(assert_as_shown, tmp_path):
     """What lies between the keyframe and the cut is stored and must not be shown."""
     whole = make_clip(tmp_path / "whole.mp4", *X264, "-bf", 2)
-    ffmpeg("-ss", start, "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
+    ffmpeg("-ss", 0.41, "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
     assert_as_shown(tmp_path / "cut.mp4")
-    assert len(shown(tmp_path / "cut.mp4").frames) == 32 - round(start * 25 + 0.49)
-
-
-@pytest.mark.parametrize(
-    ("name", "turn"),
-    [("a.mp4", ("-display_rotation", 90)), ("a.mkv", ("-display_rotation", 270)), ("a.mp4", ("-display_hflip",))],
-)
-def test_a_display_matrix(assert_as_shown, tmp_path, name, turn):
-    whole = make_clip(tmp_path / "whole.mp4", *X264)
-    ffmpeg(*turn, "-i", whole, "-c", "copy", tmp_path / name)
-    assert_as_shown(tmp_path / name)
+    assert len(shown(tmp_path / "cut.mp4").frames) == 21
 
 
 ONE, NOISE = 2**16, 300  # of 16.16 fixed point: a quarter of a degree
@@ -106,12 +81,9 @@ ONE, NOISE = 2**16, 300  # of 16.16 fixed point: a quarter of a degree
     "matrix",
     [
         (0, 0, 0, 0),  # written by mistake: it turns nothing
-        (ONE, NOISE, -NOISE, ONE),
         (-ONE, NOISE, -NOISE, -ONE),
         (NOISE, ONE, -ONE, NOISE),
-        (NOISE, -ONE, ONE, NOISE),
         (-ONE, NOISE, NOISE, ONE),  # mirrored
-        (1, ONE, -ONE, -1),
     ],
 )
 def test_a_display_matrix_that_is_not_exact(assert_as_shown, tmp_path, matrix):
@@ -156,35 +128,27 @@ def test_a_turn_that_the_codec_states_and_that_changes(assert_as_shown, tmp_path
 
 SMALL, LARGE = (64, 96), (128, 192)
 SIZES_NOTE = "frame sizes differ: 2 sizes from 96x64 to 192x128"
-RESIZED = {  # name: the raw stream's suffix, how it is made
-    "a.mp4": ("h264", (*X264, "-bf", 0)),
-    "a.mkv": ("h264", (*X264, "-bf", 0)),
-    "a.ts": ("h264", (*X264, "-bf", 0)),
-    "hevc.mkv": ("libx265", ()),
-    "mpeg2.ts": ("m2v", ("-c:v", "mpeg2video", "-q:v", 2)),
-    "vp8.webm": ("libvpx", ()),
-    "vp9.webm": ("libvpx-vp9", ()),
-    "av1.mkv": ("libsvtav1", ()),
-}
+# The encoder of each; "" for H.264, whose streams are joined.
+RESIZED = {"a.mp4": "", "a.ts": "", "hevc.mkv": "libx265", "vp9.webm": "libvpx-vp9", "av1.mkv": "libsvtav1"}
 
 
 def write_resized(folder: Path, name: str, sizes: list[tuple[int, int]]) -> Path:
     """Write 16 frames of each of these sizes, in one stream."""
-    kind, options = RESIZED[name]
-    if kind.startswith("lib"):
-        return two_sizes_clip(folder / name, kind, sizes=sizes)
-    with (folder / f"both.{kind}").open("wb") as both:
+    if RESIZED[name]:
+        return two_sizes_clip(folder / name, RESIZED[name], sizes=sizes)
+    with (folder / "both.h264").open("wb") as both:
         for i, size in enumerate(sizes):
-            part = make_clip(folder / f"{i}.{kind}", *options, count=15, size=size, first=15 * i)
+            part = make_clip(folder / f"{i}.h264", *X264, "-bf", 0, count=15, size=size, first=15 * i)
             both.write(part.read_bytes())
-    ffmpeg("-fflags", "+genpts", "-r", 25, "-i", folder / f"both.{kind}", "-c", "copy", folder / name)
+    ffmpeg("-fflags", "+genpts", "-r", 25, "-i", folder / "both.h264", "-c", "copy", folder / name)
     return folder / name
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *((name, sizes) for name in RESIZED for sizes in ((SMALL, LARGE), (LARGE, SMALL))),
+        *((name, (SMALL, LARGE)) for name in RESIZED if name != "a.ts"),
+        ("a.mp4", (LARGE, SMALL)),
         ("a.ts", (SMALL, LARGE, SMALL)),
         ("vp9.webm", (LARGE, SMALL, LARGE)),
     ],
@@ -216,7 +180,7 @@ def test_models_get_the_size_that_follows_from_the_largest_frame(tmp_path):
             assert np.abs(video.frames - expected).mean(axis=(1, 2, 3)).max() < NEAR
 
 
-@pytest.mark.parametrize(("name", "default"), [("a.mp4", 1), ("a.mkv", 0), ("a.ts", 1)])
+@pytest.mark.parametrize(("name", "default"), [("a.mp4", 1), ("a.mkv", 0)])
 def test_two_video_streams(assert_as_shown, tmp_path, name, default):
     """A small one and a larger, negative one: the default stream is shown, where the container knows of one."""
     both = ("-filter_complex", "[0]split[a][b];[b]scale=192:128,negate[c]", "-map", "[a]", "-map", "[c]")
@@ -224,7 +188,7 @@ def test_two_video_streams(assert_as_shown, tmp_path, name, default):
     assert_as_shown(make_clip(tmp_path / name, *both, *X264, *marks))
 
 
-@pytest.mark.parametrize(("name", "codec"), [("a.mkv", "libx264"), ("a.avi", "mpeg4"), ("a.webm", "libvpx")])
+@pytest.mark.parametrize(("name", "codec"), [("a.mkv", "libx264"), ("a.avi", "mpeg4")])
 def test_a_larger_stream_without_any_frame(assert_as_shown, tmp_path, name, codec):
     """As of a camera with a second channel that was off."""
     with av.open(str(tmp_path / name), "w") as out:
@@ -242,3 +206,81 @@ def test_a_picture_that_starts_later_than_the_sound(assert_as_shown, tmp_path):
     ffmpeg("-itsoffset", 0.5, "-i", picture, *sound, "-c:v", "copy", "-c:a", "aac", tmp_path / "a.mp4")
     assert_as_shown(tmp_path / "a.mp4")
     assert shown(tmp_path / "a.mp4").timestamps[0] > 0.4
+
+
+X265 = (
+    "-c:v",
+    "libx265",
+    "-preset",
+    "ultrafast",
+    "-x265-params",
+    "log-level=none:pools=none",
+    "-pix_fmt",
+    "yuv420p10le",
+)
+PQ, HLG = "smpte2084", "arib-std-b67"
+
+
+def stating(transfer):
+    return ("-vf", f"setparams=color_primaries=bt2020:color_trc={transfer}:colorspace=bt2020nc")
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "transfer"),
+    [
+        ("h264.ts", X264, PQ),
+        ("h264.avi", X264, "bt709"),
+        ("hevc.mp4", X265, HLG),
+        ("vp9.webm", VP9, HLG),
+        ("av1.mp4", AV1, PQ),
+    ],
+)
+def test_a_transfer_function_is_told_as_ffmpeg_tells_it(name, codec, transfer, tmp_path):
+    path = make_clip(tmp_path / name, *codec, *stating(transfer), count=8)
+    said = ffmpeg("-i", path, "-f", "null", "-")
+    assert f"/{transfer}" in said or f", {transfer}" in said
+    assert decode(path, 4).record["color_transfer"] == transfer
+
+
+def test_high_dynamic_range_changes_no_pixel(tmp_path):
+    """The loaders of the models take PQ and HLG as any other samples; what can change is which matrix a file states."""
+    clips = [make_clip(tmp_path / f"{t}.mp4", *X264, *stating(t), count=8) for t in (PQ, HLG, "bt709")]
+    pq, hlg, plain = (decode(clip, 4).frames for clip in clips)
+    assert np.array_equal(pq, plain) and np.array_equal(hlg, plain)
+    assert np.abs(pq - shown(tmp_path / f"{PQ}.mp4").frames[[0, 2, 4, 7]].astype(int)).mean() < 2
+
+
+#: File, codec and pixels. Every matrix is tried with the first, and one of them with each of the others.
+PIXELS = [
+    *(("a.mp4", X264, pixels) for pixels in ("yuv420p", "yuvj420p", "yuv444p10le")),
+    *(("b.mkv", X265, pixels) for pixels in ("yuv422p", "yuv420p12le")),
+    ("c.webm", VP9, "yuv420p10le"),
+    ("d.mov", ("-c:v", "prores"), "yuv422p10le"),
+    ("e.avi", ("-c:v", "dvvideo", "-r", "30000/1001", "-s", "720x480"), "yuv411p"),
+]
+MATRICES = [(*PIXELS[0], space) for space in ("bt709", "smpte170m", "smpte240m", "fcc")]
+MATRICES += [(*pixels, "bt2020nc") for pixels in PIXELS] + [(*PIXELS[0], "unknown")]
+
+
+@pytest.mark.parametrize(("name", "codec", "pixels", "space"), [*MATRICES, ("b.mkv", X265, "gbrp10le", "unknown")])
+def test_colours_are_those_of_ffmpeg_to_the_bit(name, codec, pixels, space, tmp_path):
+    """Whatever the depth, the matrix, and the place that the codec states for the samples of chroma."""
+    marks = ("-vf", f"format={pixels},setparams=colorspace={space}")
+    path = make_clip(tmp_path / name, *codec, "-pix_fmt", pixels, *marks, count=3)
+    video = decode(path, 3)
+    assert np.array_equal(video.frames, shown(path).frames[video.frame_indices])
+
+
+def test_a_matrix_that_ffmpeg_does_not_convert_is_unsupported(tmp_path):
+    path = make_clip(tmp_path / "a.mp4", *X264, "-vf", "format=yuv420p,setparams=colorspace=bt2020c", count=3)
+    assert "cannot convert the video to RGB from its color matrix" in fault_of(decode, path).message
+
+
+def test_the_shape_of_pixels_is_told_turns_with_the_picture_and_stretches_nothing(tmp_path):
+    whole = make_clip(tmp_path / "whole.mp4", *X264, "-vf", "setsar=16/15", count=8)
+    ffmpeg("-display_rotation", 90, "-i", whole, "-c", "copy", tmp_path / "a.mp4")
+    for path, shape, size in ((whole, "16:15", (96, 64)), (tmp_path / "a.mp4", "15:16", (64, 96))):
+        assert "SAR 16:15 " in ffmpeg("-i", path, "-f", "null", "-")
+        video = decode(path, 4)
+        assert facts(video, "sample_aspect_ratio", "source_width", "source_height") == (shape, *size)
+        assert video.frames.shape[2:0:-1] == size

@@ -18,34 +18,28 @@ from pipeline.video.containers import sniff
 from pipeline.video.damage import Hole, check_decodable
 from pipeline.video.decode import DecodedVideo, redirect_ffmpeg_log
 from pipeline.video.packets import VideoPackets
-from pipeline.video.probe import VideoIndex, index_by_decoding
-from tests.builders.clips import ffmpeg, index_of, make_clip, numbers, shown, write_clip
+from pipeline.video.probe import VideoIndex
+from tests.builders.clips import ffmpeg, index_of, make_clip, numbers, shown
 from tests.builders.decoding import decode, facts, fault_of
 
 COUNT, RATE = 100, 25
 NOISE = ("-vf", "noise=alls=16:allf=t:all_seed=1")  # which makes packets of some KB
-CLUSTERS = ("-cluster_time_limit", 400)  # of Matroska, which is read on at the next one
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2, "-g", 10, "-pix_fmt", "yuv420p")
 X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "log-level=none:keyint=10:pools=none")
 VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-g", 10, "-pix_fmt", "yuv420p")
 AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-g", 10, "-pix_fmt", "yuv420p")
-MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2, "-g", 10)
 
 
 #: How each clip is made.
 CLIPS = {
     "h264.mp4": X264,
-    "h264.mkv": (*X264, *CLUSTERS),
     "h264.ts": X264,
     "hevc.mp4": X265,
     "av1.mp4": AV1,
     "av1.webm": AV1,
     "vp9.webm": VP9,
     "mpeg4.avi": ("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, "-g", 10),
-    "mpeg2.ts": MPEG2,
-    "mjpeg.avi": ("-c:v", "mjpeg", "-q:v", 2),
     "png.mov": ("-c:v", "png"),
-    "wmv2.wmv": ("-c:v", "wmv2", "-q:v", 2, "-g", 10),
 }
 LISTING = (".mp4", ".mov", ".avi")  # containers that list frames whose data is gone
 
@@ -132,14 +126,11 @@ def test_with_a_hole_in_the_middle(name, clips, tmp_path):
     assert (fault.fault_class, "the file is damaged" in fault.message) == ("corrupt", True), fault.message
 
 
-@pytest.mark.parametrize("name", [*CLIPS, "late.mkv", "late.ts", "small.mpg", "small.m2ts"])
+@pytest.mark.parametrize("name", ["h264.mp4", "h264.ts", "late.mkv", "small.mpg"])
 def test_a_clip_behind_the_end_of_a_sound_file_is_no_damage(name, clips, tmp_path):
     """A container states the end of its time line; the last packets of a small file are mostly padding."""
-    if name in CLIPS:
-        path = clips(name)
-    else:
-        late = ("-output_ts_offset", 1.5) if name.startswith("late") else ()
-        path = make_clip(tmp_path / name, *(MPEG2 if name.endswith("mpg") else X264), *late)
+    made = {"late.mkv": (*X264, "-output_ts_offset", 1.5), "small.mpg": ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2)}
+    path = make_clip(tmp_path / name, *made[name]) if name in made else clips(name)
     index = index_of(path)
     index.packets.close()
     assert not any(hole.end - hole.start > 0.1 for hole in index.holes) and (name in CLIPS or index.holes == ())
@@ -148,7 +139,7 @@ def test_a_clip_behind_the_end_of_a_sound_file_is_no_damage(name, clips, tmp_pat
         assert fault.fault_class == "unsupported" and "starts behind the end of the video" in fault.message
 
 
-@pytest.mark.parametrize("name", ["png.mov", "mjpeg.avi", "h264.mp4", "hevc.mp4", "av1.mp4"])
+@pytest.mark.parametrize("name", ["png.mov", "hevc.mp4", "av1.mp4"])
 def test_a_frame_that_does_not_decode_costs_no_other(name, clips, tmp_path):
     """Whatever error the decoder has for it: some answer with EPERM, or an error of zlib's."""
     path = zeroed(clips(name), tmp_path / name, 50, 51)
@@ -156,24 +147,6 @@ def test_a_frame_that_does_not_decode_costs_no_other(name, clips, tmp_path):
     video = decode(path, COUNT)
     assert (video.record["source_frames"], video.record["decode_warnings"] > 0) == (len(truth.timestamps), True)
     assert np.abs(video.frames[:40].astype(int) - truth.frames[video.frame_indices[:40]]).mean() < 2
-
-
-def test_ffmpeg_s_log_takes_no_more_memory_than_it_may(clips, tmp_path, monkeypatch):
-    """Tiny slices, each of which gives a line, are many times their size of it. Up to the limit all lines count."""
-    path, data, found = tmp_path / "a.mp4", bytearray(clips("h264.mp4").read_bytes()), []
-    for start, size in places_of(clips("h264.mp4"))[1:]:
-        n_slices, rest = divmod(size - 5, 6)
-        end = (rest + 1).to_bytes(4, "big") + b"\x41" * (rest + 1)
-        data[start : start + size] = b"\0\0\0\2\x41\x9a" * n_slices + end
-    path.write_bytes(data)
-    for limit in (decode_module._MAX_LOG_BYTES, 2**11):
-        monkeypatch.setattr(decode_module, "_MAX_LOG_BYTES", limit)
-        with redirect_ffmpeg_log() as count:
-            decoded_times(path)
-            found.append(count())
-            assert count() == found[-1]
-    assert found[0] > 10 * found[1] > 100
-    assert decode(path).record["decode_warnings"] > 0
 
 
 def test_a_line_that_does_not_fit_in_the_log_blocks_nobody(capfd):
@@ -207,14 +180,14 @@ def test_av1_goes_on_behind_an_error_that_its_decoder_does_not_recover_from(tmp_
     assert fault_of(decode, path, 8, 5.8, 7.0).fault_class == "corrupt"
 
 
-@pytest.mark.parametrize(("name", "first"), [("av1.mp4", 0), ("av1.mp4", 20), ("av1.webm", 21), ("av1.webm", 55)])
+@pytest.mark.parametrize(("name", "first"), [("av1.mp4", 20), ("av1.webm", 55)])
 def test_av1_loses_no_frame_by_going_on(name, first, clips, tmp_path):
     """A flush that is not needed would cost frames that ffmpeg shows."""
     path = zeroed(clips(name), tmp_path / name, first, first + 2)
     assert len(decoded_times(path)) >= len(shown(path).timestamps)
 
 
-@pytest.mark.parametrize("name", ["h264.ts", "mpeg2.ts", "h264.mkv", "wmv2.wmv", "mpeg4.avi"])
+@pytest.mark.parametrize("name", ["h264.ts", "vp9.webm", "mpeg4.avi"])
 def test_a_file_whose_end_was_never_written(name, clips, tmp_path):
     """All bytes behind 60 % are zeros, which a transport stream's demuxer answers with "try again"."""
     path, data = tmp_path / name, clips(name).read_bytes()
@@ -248,15 +221,12 @@ def test_what_is_missing_in_front_of_the_first_frame_is_no_damage(clips, tmp_pat
         (Hole(4, 6.6), (None, None), 0, "mpeg4", False),  # frames that a codec stores and does not show
         (Hole(4, 6.6), (None, None), 0, "av1", True),  # whose decoder passes over zeros without a word
         (Hole(4, 9.2), (None, None), 0, "mpeg4", True),  # more than half is never so
-        (Hole(4, 6), (3, 9), 1, "h264", True),
         (Hole(4, 6), (0, 5), 1, "h264", False),
         (Hole(4, 6), (4.5, 5.5), 0, "h264", True),  # nothing is left of the clip
-        (Hole(0, 4), (None, None), 1, "h264", False),
         (Hole(0, 4), (1, 2), 0, "h264", True),
         (Hole(10, 16, listed=False), (None, None), 1, "h264", True),
         (Hole(10, 16, listed=False), (None, None), 0, "h264", False),  # a header that states too much
         (Hole(10, 16, listed=False), (12, 14), 0, "h264", True),
-        (Hole(10, 16, listed=False), (9, 11), 1, "h264", True),
         (Hole(10, 16, listed=False), (14, 12), 1, "h264", False),  # backwards: what is wrong is the clip
     ],
 )
@@ -282,13 +252,3 @@ def test_frames_that_come_late_behind_damage_shift_no_other(clips, tmp_path):
     assert video.timestamps[-1] == pytest.approx((COUNT - 1) / RATE)
     late = np.array(numbers(video.frames)) != np.round(video.timestamps * RATE)
     assert late.sum() <= 10 and not late[-30:].any()  # those of the damaged group are what FFmpeg makes of it
-
-
-def test_a_file_that_does_not_hold_what_it_promises_says_where(tmp_path):
-    index = index_of(write_clip(tmp_path / "a.mp4", count=30))
-    damaged = index_of(zeroed(tmp_path / "a.mp4", tmp_path / "b.mp4", 10, 30))
-    found = index_by_decoding(damaged)
-    damaged.packets.close()
-    index.packets.close()
-    assert len(found.timestamps) == 10 and found.holes == (Hole(pytest.approx(0.4), pytest.approx(1.2)),)
-    assert index.holes == () and len(index.timestamps) == 30

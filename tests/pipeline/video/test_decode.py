@@ -17,11 +17,11 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.frame_folders import (
     JPEGS,
     compute_file_sample,
-    count_source_bytes,
     find_frame_rate,
     is_frame_folder,
 )
 from pipeline.video.sampling import Sampling
+from pipeline.video.source import SourceStates
 from tests.builders.clips import audio_with_cover, numbers, sample, write_clip, write_jpegs
 from tests.builders.decoding import decode, facts, fault_of
 
@@ -35,10 +35,10 @@ def convert_error(path, *clip, **options):
 
 def test_a_real_clip_with_its_provenance():
     path = sample("bikes.mp4")
-    video = decode(path, 32)
-    assert video.frames.shape == (32, 272, 640, 3) and video.frames.dtype == np.uint8
+    video = decode(path, 8)
+    assert video.frames.shape == (8, 272, 640, 3) and video.frames.dtype == np.uint8
     assert video.frames.flags.c_contiguous
-    assert video.frame_indices.tolist() == np.linspace(0, 249, 32, dtype=int).tolist()
+    assert video.frame_indices.tolist() == np.linspace(0, 249, 8, dtype=int).tolist()
     assert np.allclose(video.timestamps, video.frame_indices / 25)
     assert video.attempts == 1 and video.record["decode_s"] > 0
     digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
@@ -61,18 +61,17 @@ def test_a_clip_and_repeats(tmp_path):
 
 
 def test_backends_are_recorded_and_what_decord_cannot_read_pyav_does(tmp_path):
-    videos = [decode(sample("carphone_pristine.mp4"), decoder=name) for name in ("decord", "pyav")]
-    assert facts(videos[0], "backend", "backend_note") == ("decord", "")
-    assert np.array_equal(videos[0].frames, videos[1].frames)
+    read = decode(sample("carphone_pristine.mp4"), decoder="decord")
+    assert facts(read, "backend", "backend_note") == ("decord", "")
     video = decode(write_clip(tmp_path / "b.mp4", codec="libsvtav1"), 30, decoder="decord")  # which still may fail
     backend, note = facts(video, "backend", "backend_note")
     assert backend == "pyav" and note.startswith("decord: IndexMismatch: its codec is neither")
     assert numbers(video.frames) == list(range(30))
 
 
-@pytest.mark.parametrize("name", ["decord", "torchcodec"])
-def test_a_decoder_that_is_missing_is_replaced_and_named(name, monkeypatch):
+def test_a_decoder_that_is_missing_is_replaced_and_named(monkeypatch):
     """As on a worker without it: its package is not there."""
+    name = "torchcodec"
     for module in [module for module in sys.modules if module.startswith(f"{name}.")]:  # another test has imported it
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
@@ -95,14 +94,11 @@ def test_damaged_data_is_counted_and_ends_no_decoding(tmp_path, capfd):
     assert capfd.readouterr().err == "to the real stderr\n"  # and nothing of FFmpeg's
 
 
-@pytest.mark.parametrize("moov", ["first", "last"])
-def test_a_truncated_file_is_corrupt(moov, tmp_path):
-    path = write_clip(tmp_path / "a.mp4", muxer_options={"movflags": "faststart"} if moov == "first" else None)
-    path.write_bytes(path.read_bytes()[:-900])
-    assert convert_error(path).fault_class == "corrupt"
-
-
-def test_sound_with_a_cover_is_no_video(tmp_path):
+def test_a_truncated_file_is_corrupt_and_sound_with_a_cover_no_video(tmp_path):
+    for moov in ({"movflags": "faststart"}, None):
+        path = write_clip(tmp_path / "a.mp4", muxer_options=moov)
+        path.write_bytes(path.read_bytes()[:-900])
+        assert convert_error(path).fault_class == "corrupt"
     assert convert_error(audio_with_cover(tmp_path / "d.mp4")).fault_class == "unsupported"
 
 
@@ -158,7 +154,7 @@ def test_the_whole_folder_with_its_provenance(frames):
     assert facts(video, "source_width", "source_height", "codec", "decode_warnings") == (96, 64, "mjpeg", 0)
     assert facts(video, "backend", "backend_version", "backend_note") == (JPEGS, av.__version__, "")
     size = sum(path.stat().st_size for path in frames.iterdir())
-    assert video.record["source_size"] == size == count_source_bytes(str(frames))
+    assert [video.record["source_size"]] == [size] == SourceStates().of([str(frames)])
     assert video.record["source_hash"].startswith("blake2b:")
 
 
@@ -178,11 +174,9 @@ def test_frames_of_several_sizes_get_the_largest(few, tmp_path):
         (0.0, 2.0, 1, 6),  # there is no frame 0
         (1.5, 5.0, 4, 15),  # 4.5 is rounded to even
         (2.5, 5.0, 8, 15),  # so is 7.5
-        (3.4, 3.9, 10, 12),
         (4.0, 4.1, 12, 12),
         (None, 1.0, 1, 3),
         (9.0, None, 27, 30),
-        (9.0, 99.0, 27, 30),
     ],
 )
 def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_its_end(
@@ -193,11 +187,8 @@ def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_i
     assert numbers(video.frames) == expected and video.record["clip_frames"] == len(expected)
     if start_s is not None and end_s is not None:  # as the published reader has it
         assert (max(1, round(start_s * 3)), min(round(end_s * 3), N_FRAMES)) == (first, last)
-
-
-@pytest.mark.parametrize(("start_s", "end_s"), [(11.0, 12.0), (5.0, 4.0), (-1.0, 4.0), (10.5, None)])
-def test_a_clip_that_holds_no_frame_is_refused(frames, start_s, end_s):
-    assert fault_of(decode, frames, 8, start_s, end_s).fault_class == "unsupported"
+    for none in ((11.0, 12.0), (5.0, 4.0), (-1.0, 4.0)):
+        assert fault_of(decode, frames, 8, *none).fault_class == "unsupported"
 
 
 def test_how_many_a_second_is_said_by_the_path(tmp_path):
@@ -211,16 +202,6 @@ def test_how_many_a_second_is_said_by_the_path(tmp_path):
     assert not is_frame_folder(str(folder)) and not is_frame_folder(str(tmp_path / "frames_fps3"))
 
 
-def replace_by_link(path: Path) -> None:
-    target = path.rename(path.parent.parent / "elsewhere.jpg")
-    path.symlink_to(target)
-
-
-def replace_by_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 @pytest.mark.parametrize(
     ("number", "spoil", "fault_class", "message"),
     [
@@ -228,8 +209,8 @@ def replace_by_pipe(path: Path) -> None:
         (1, lambda path: shutil.rmtree(path.parent) or path.parent.mkdir(), "unsupported", "none is called 00001.jpg"),
         (2, lambda path: path.write_text("x"), "unsupported", "not a JPEG image"),
         (3, lambda path: path.write_bytes(path.read_bytes()[:-40]), "corrupt", "00003.jpg is cut off"),
-        (3, replace_by_link, "policy", "00003.jpg is a link"),
-        (3, replace_by_pipe, "policy", "not a regular file"),
+        (3, lambda path: path.symlink_to(path.rename(path.with_suffix(".x"))), "policy", "00003.jpg is a link"),
+        (3, lambda path: path.unlink() or os.mkfifo(path), "policy", "not a regular file"),
         (1, lambda path: path.write_bytes(b"\xff\xd8\xff" + b"\0" * 99 + b"\xff\xd9"), "corrupt", ""),
     ],
 )

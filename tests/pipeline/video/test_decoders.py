@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gstep.backbones.preprocess import resize_frames
-from pipeline.video.decoders import DECODERS, PyavDecoder, choose_decoders, find_installed_version, load_decoder
+from pipeline.video.decoders import PyavDecoder, choose_decoders, find_installed_version, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
 from pipeline.video.nvdec_decoder import _CODECS, NvdecDecoder, PyavNvdecDecoder, make_torchcodec_decoder
 from pipeline.video.probe import IndexMismatch, index_by_decoding
@@ -22,7 +22,6 @@ from tests.builders.clips import (
     index_of,
     make_clip,
     numbers,
-    sample,
     two_sizes_clip,
     two_streams_clip,
     write_clip,
@@ -33,13 +32,9 @@ from tests.interpreter import run_python
 from tests.paths import ROOT
 
 NEGATIVE = {"avoid_negative_ts": "disabled", "use_editlist": "1"}
-GIF = {"codec": "gif", "pix_fmt": "rgb8"}
-_X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:pools=none", "-pix_fmt")
 # More than 8 bits a sample; H.264 and HEVC state where chroma samples lie.
 DEEP = {
     "h264-10.mp4": ("-c:v", "libx264", "-pix_fmt", "yuv420p10le"),
-    "hevc-10.mp4": (*_X265, "yuv420p10le"),
-    "vp9-10.webm": ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-pix_fmt", "yuv420p10le"),
     "av1-10.mkv": ("-c:v", "libsvtav1", "-preset", 12, "-pix_fmt", "yuv420p10le"),
 }
 # Its keyframes are recovery points: a frame is whole only some frames later.
@@ -53,15 +48,7 @@ CLIPS = {
     "closed.mp4": ({"codec": "libx265", "codec_options": {"x265-params": "log-level=none:open-gop=0"}}, ""),
     "open.mkv": ({"codec_options": {"x264-params": "open-gop=1:bframes=3:scenecut=0"}}, "before a keyframe"),
     "av1.mp4": ({"codec": "libsvtav1"}, "neither H.264 nor HEVC"),
-    "vp9.webm": ({"codec": "libvpx-vp9"}, "neither H.264 nor HEVC"),
-    "mpeg4.avi": ({"codec": "mpeg4"}, "neither"),
-    "h264.avi": ({}, "neither"),
-    "mpeg2.ts": ({"codec": "mpeg2video"}, "neither"),
-    "h264.ts": ({}, "neither"),
-    "raw.h264": ({"muxer": "h264"}, "neither"),
-    "paletted.gif": (GIF, "neither"),
     "odd.mp4": ({"size": (33, 17), "pix_fmt": "yuv444p"}, "its pixels"),
-    "ten-bit.mp4": ({"pix_fmt": "yuv420p10le"}, "its pixels"),
     "late.mp4": ({"pts": [1500 + 40 * i for i in range(30)]}, "start at 0"),
 }
 
@@ -83,7 +70,7 @@ def test_every_frame_of_every_kind(name, tmp_path):
     expected = SECONDS if name == "variable.mp4" else np.arange(30) / 25
     assert np.abs(index.timestamps - expected).max() < 1e-3
     assert index.duration_s >= index.timestamps[-1] + 0.03
-    for wanted in (range(30), [0, 13, 14, 29], [29], [21, 22]):
+    for wanted in (range(30), [0, 13, 14, 29]):
         assert numbers(frames_of(PyavDecoder, index, wanted)) == list(wanted)
         if not not_for_decord:
             assert np.array_equal(frames_of(DecordDecoder, index, wanted), frames_of(PyavDecoder, index, wanted))
@@ -131,7 +118,7 @@ def mark_all_keyframes(path):
     return path
 
 
-@pytest.mark.parametrize("name", ["refresh.mp4", "refresh.mkv", "all-keyframes.mp4", "all-keyframes-hevc.mp4"])
+@pytest.mark.parametrize("name", ["refresh.mp4", "all-keyframes.mp4", "all-keyframes-hevc.mp4"])
 def test_decord_reads_no_file_whose_keyframes_are_none(tmp_path, name):
     if name.startswith("refresh"):
         path, why = make_clip(tmp_path / name, *REFRESH, count=30), "as a keyframe, but it is not one"
@@ -173,15 +160,14 @@ def test_torchcodec_gives_the_same_frames_or_leaves_them_to_pyav(tmp_path):
         name, numbers_of_it = re.fullmatch(r"(lib.+)-\w+(\.so\.\d+).*", carried.name).groups()
         for link in (f"{name}{numbers_of_it}", carried.name):
             (tmp_path / link).symlink_to(carried)
-    clips = {name: write_clip(tmp_path / name, **CLIPS[name][0]) for name in ("h264.mp4", "vp9.webm", "mpeg2.ts")}
+    clips = {"h264.mp4": write_clip(tmp_path / "h264.mp4")}
+    clips["mpeg2.ts"] = write_clip(tmp_path / "mpeg2.ts", codec="mpeg2video")
     clips |= {f"{codec}.mkv": write_clip(tmp_path / f"{codec}.mkv", codec=codec) for codec in ("libx265", "libsvtav1")}
     clips["sizes.mp4"] = two_sizes_clip(tmp_path / "sizes.mp4")
-    clips["sizes.webm"] = two_sizes_clip(tmp_path / "sizes.webm", "libvpx-vp9")
-    for name, rotation in (("left.mp4", 90), ("right.mkv", -90), ("upside-down.mp4", 180)):
+    for name, rotation in (("left.mp4", 90), ("upside-down.mkv", 180)):
         clips[name] = write_clip(tmp_path / name, rotation=rotation)
-    for name, turn in (("mirrored.mp4", "-display_hflip"), ("flipped.mkv", "-display_vflip")):
-        clips[name] = tmp_path / name
-        ffmpeg(turn, "-i", clips["h264.mp4"], "-c", "copy", clips[name])
+    clips["mirrored.mp4"] = tmp_path / "mirrored.mp4"
+    ffmpeg("-display_hflip", "-i", clips["h264.mp4"], "-c", "copy", clips["mirrored.mp4"])
     upside_down = ("-bsf:v", "h264_metadata=display_orientation=insert:rotate=180")
     by_codec = make_clip(tmp_path / "turned-by-codec.mp4", "-c:v", "libx264", "-pix_fmt", "yuv420p", *upside_down)
     clips["turned-by-codec.mp4"] = by_codec
@@ -193,8 +179,7 @@ def test_torchcodec_gives_the_same_frames_or_leaves_them_to_pyav(tmp_path):
     found = run_python("-c", program, *clips.values(), env=environment)
     assert found.returncode == 0, found.stderr
     served = dict(line.split() for line in found.stdout.splitlines())
-    refused = ("mpeg2.ts", "sizes.mp4", "sizes.webm")
-    refused += ("mirrored.mp4", "flipped.mkv", "turned-by-codec.mp4", "refresh.mp4", "all-keyframes.mp4")
+    refused = ("mpeg2.ts", "sizes.mp4", "mirrored.mp4", "turned-by-codec.mp4", "refresh.mp4", "all-keyframes.mp4")
     assert served == {name: "pyav" if name in refused else "torchcodec" for name in clips}
 
 
@@ -205,7 +190,7 @@ def compare(*paths):
             make_torchcodec_decoder()
     with DecodeSandbox(timeout_s=300, memory_mb=1024, on_gpu=True) as sandbox:
         for path in paths:
-            for clip in ((None, 0.4), (0.8, None), ()):
+            for clip in ((0.8, None), ()):
                 pair = [request(path, 9, *clip, decoder=name) for name in ("torchcodec", "pyav")]
                 by_torchcodec, by_pyav = map(sandbox.decode, pair)
                 assert np.array_equal(by_torchcodec.frames, by_pyav.frames), path
@@ -213,7 +198,6 @@ def compare(*paths):
 
 
 def test_decoders_go_by_name_or_import_path():
-    assert list(DECODERS) == ["pyav", "decord", "torchcodec", "nvdec"]
     assert find_installed_version("torchcodec") == version("torchcodec")
     assert find_installed_version("nvdec") == find_installed_version("pyav") == version("av")
     assert [choose_decoders(name) for name in ("auto", "pyav", "decord")] == [("pyav",), ("pyav",), ("decord", "pyav")]
@@ -235,24 +219,17 @@ def without_gpu(index) -> PyavNvdecDecoder:
     return decoder
 
 
-KINDS = [
-    {},
-    {"rotation": 90},
-    {"pix_fmt": "yuvj420p"},
-    {"codec": "libx265", "pix_fmt": "yuv420p10le"},
-    {"size": (50, 66)},
-]
+KINDS = {
+    "turned": {"rotation": 90},
+    "full range": {"pix_fmt": "yuvj420p"},
+    "10 bits": {"codec": "libx265", "pix_fmt": "yuv420p10le"},
+    "odd": {"size": (50, 66)},
+}
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=["h264", "turned", "full range", "10 bits", "odd"])
-def index(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("clips") / "a.mkv"
-    made = index_of(write_clip(path, **request.param) if request.param else sample("bikes.mp4"))
-    yield made
-    made.packets.close()
-
-
-def test_frames_in_a_gpu_s_layout_have_the_pixels_of_a_core(index):
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_in_a_gpu_s_layout_have_the_pixels_of_a_core(tmp_path, kind):
+    index = index_of(write_clip(tmp_path / "a.mkv", **KINDS[kind]))
     plain, ours = PyavDecoder(index), without_gpu(index)
     layout = LAYOUTS[index.pixel_format]
     for number, frame in enumerate(plain._iter_frames(np.arange(0, len(index.timestamps), 3))):
@@ -268,9 +245,9 @@ def test_this_pyav_decodes_on_gpus():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_core_serves_and_the_row_says_why():
+def test_without_a_gpu_a_core_serves_and_the_row_says_why(clip):
     with DecodeSandbox(on_gpu=True) as sandbox:
-        video = sandbox.decode(request(sample("bikes.mp4"), 4, decoder="nvdec"))
+        video = sandbox.decode(request(clip, 4, decoder="nvdec"))
     backend, note = facts(video, "backend", "backend_note")
     assert backend == "pyav" and "PyAV finds no NVIDIA GPU with a video decoder here" in note
 

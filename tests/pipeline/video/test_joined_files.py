@@ -13,34 +13,19 @@ from tests.builders.decoding import decode, facts
 
 RATE, COUNT = 25, 48
 GRAIN = ("-vf", "noise=alls=40:allf=t:all_seed=1", "-pix_fmt", "yuv420p", "-g", 12)
-X264_QP, MPEG2_GRAIN, MPEG4_GRAIN = (
-    ("-c:v", "libx264", "-qp", 10, *GRAIN),
-    ("-c:v", "mpeg2video", *GRAIN),
-    ("-c:v", "mpeg4", *GRAIN),
-)
+X264_QP, MPEG2_GRAIN = ("-c:v", "libx264", "-qp", 10, *GRAIN), ("-c:v", "mpeg2video", *GRAIN)
 JOINED = {
     "a.mp4": X264_QP,
-    "a.mov": MPEG4_GRAIN,
-    "faststart.mp4": (*X264_QP, "-movflags", "faststart"),
-    "a.flv": X264_QP,
     "a.wmv": ("-c:v", "wmv2", *GRAIN),
     "a.mpg": ("-c:v", "mpeg1video", *GRAIN),
-    "a.vob": MPEG2_GRAIN,
     "a.ts": X264_QP,
 }
 LONG_SOUND = {
-    "a.mp4": (*X264_QP, "-c:a", "aac"),
-    "a.mov": (*MPEG4_GRAIN, "-c:a", "pcm_s16le"),
-    "faststart.mp4": (*X264_QP, "-c:a", "aac", "-movflags", "faststart"),
     "fragments.mp4": (*X264_QP, "-c:a", "aac", "-movflags", "frag_keyframe+empty_moov"),
     "a.mkv": (*X264_QP, "-c:a", "aac"),
-    "a.flv": (*X264_QP, "-c:a", "aac"),
-    "a.avi": (*MPEG4_GRAIN, "-c:a", "pcm_s16le"),
     "mp2.mpg": ("-c:v", "mpeg1video", *GRAIN, "-c:a", "mp2"),
-    "ac3.vob": (*MPEG2_GRAIN, "-c:a", "ac3"),
     "pcm.vob": (*MPEG2_GRAIN, "-c:a", "pcm_s16be"),
     "a.ts": (*X264_QP, "-c:a", "mp2"),
-    "a.ogv": ("-c:v", "libtheora", *GRAIN, "-c:a", "libvorbis"),
 }
 
 
@@ -53,14 +38,14 @@ def warnings_of(path, decoder="auto"):
 
 @pytest.mark.parametrize("name", JOINED)
 def test_a_second_film_that_ffmpeg_does_not_reach_is_noted(name, tmp_path):
-    path = make_clip(tmp_path / name, *JOINED[name], count=COUNT, size=(128, 192))
+    path = make_clip(tmp_path / name, *JOINED[name], count=COUNT)
     data = second = path.read_bytes()
     assert warnings_of(path) == (0, "")
-    if name in ("a.mpg", "a.vob"):
+    if name == "a.mpg":
         second = data.replace(b"\0\0\1\xe0", b"\0\0\1\xe1")
     if name == "a.ts":  # packets of another size, with the video's first PID for a table
         m2ts = ("-mpegts_m2ts_mode", 1, "-f", "mpegts")
-        second = make_clip(tmp_path / "b.m2ts", *JOINED[name], *m2ts, count=COUNT, size=(128, 192)).read_bytes()
+        second = make_clip(tmp_path / "b.m2ts", *JOINED[name], *m2ts, count=COUNT).read_bytes()
     path.write_bytes(data + second)
     for decoder in ("auto", "decord"):  # decord reads MP4 itself, and leaves the rest to PyAV
         warnings, note = warnings_of(path, decoder)
@@ -70,18 +55,18 @@ def test_a_second_film_that_ffmpeg_does_not_reach_is_noted(name, tmp_path):
 @pytest.mark.parametrize("name", LONG_SOUND)
 def test_sound_that_outlasts_the_picture_is_not_noted(name, tmp_path):
     picture = make_clip(tmp_path / "picture.mkv", *X264_QP, count=COUNT)
-    sound = ("-f", "lavfi", "-i", "anoisesrc=d=60:r=48000:seed=1")
+    sound = ("-f", "lavfi", "-i", "anoisesrc=d=20:r=48000:seed=1")
     ffmpeg("-i", picture, *sound, "-map", "0:v", "-map", "1:a", *LONG_SOUND[name], "-b:a", "192k", tmp_path / name)
     assert warnings_of(tmp_path / name) == (0, "")
 
 
 def test_padding_metadata_and_attachments_are_not_noted(tmp_path):
-    film = make_clip(tmp_path / "a.mp4", *X264_QP, count=COUNT, size=(128, 192)).read_bytes()
+    film = make_clip(tmp_path / "a.mp4", *X264_QP, count=COUNT).read_bytes()
     for kind in (b"free", b"uuid", b"mdat", b"skip"):
         path = tmp_path / f"{kind.decode()}.mp4"
         path.write_bytes(film + struct.pack(">I4s", 8 + len(film), kind) + film[::-1])
         assert warnings_of(path) == (0, ""), kind
-    program = make_clip(tmp_path / "a.vob", *MPEG2_GRAIN, count=COUNT, size=(128, 192)).read_bytes()
+    program = make_clip(tmp_path / "a.vob", *MPEG2_GRAIN, count=COUNT).read_bytes()
     for number, kind in enumerate((b"\0\0\1\xbe", b"\0\0\1\xbf")):  # padding, and navigation data
         path = tmp_path / f"{number}.vob"
         path.write_bytes(program + (kind + struct.pack(">H", 2000) + b"\xff" * 2000) * (len(program) // 2000))
@@ -97,7 +82,6 @@ MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2, "-g", 12)
 X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:pools=none:keyint=12")
 FIRST, SECOND, THIRD = ("-streamid", "0:256"), ("-streamid", "0:300"), ("-streamid", "0:400")
 OTHER_PROGRAM = ("-mpegts_service_id", 7, "-mpegts_pmt_start_pid", 5000)
-NOISE = ("-vf", "noise=alls=12:allf=t:all_seed=1")
 
 
 def record(folder: Path, part: int, *options: object, goes_on: bool = True, size: tuple[int, int] = (64, 96)) -> bytes:
@@ -116,7 +100,7 @@ def write_joined(folder: Path, *parts: bytes) -> Path:
 def assert_follow_each_other(path: Path, n_parts: int, note: str = "") -> None:
     """All parts are one film, whatever is requested; an encoder may leave out a frame or two at a seam."""
     count = COUNT * n_parts
-    for sampling in (Sampling(count), Sampling(7), Sampling(None, 5.0)):
+    for sampling in (Sampling(count), Sampling(None, 5.0)):
         video = decode(path, sampling)
         assert facts(video, "source_frames", "backend_note") == (count, note)
         assert facts(video, "fps", "duration_s") == pytest.approx((RATE, count / RATE), rel=1e-3, abs=0.025)
@@ -126,20 +110,22 @@ def assert_follow_each_other(path: Path, n_parts: int, note: str = "") -> None:
     assert np.abs(np.array(numbers(clip.frames)) - clip.timestamps * RATE).max() < 1
 
 
-@pytest.mark.parametrize(("codec", "goes_on"), [(X264, True), (X264, False), (MPEG2, False), (X265, False)])
-def test_another_pid_goes_on_with_the_film(codec, goes_on, tmp_path):
-    first, second = record(tmp_path, 0, *codec, *FIRST), record(tmp_path, 1, *codec, *SECOND, goes_on=goes_on)
-    assert_follow_each_other(write_joined(tmp_path, first, second), 2)
+@pytest.mark.parametrize(
+    ("codec", "goes_on", "pids"),
+    [
+        (X264, True, (FIRST, SECOND)),
+        (MPEG2, False, (FIRST, SECOND)),
+        (X265, False, (FIRST, SECOND)),
+        (X264, True, (FIRST, SECOND, (*THIRD, *OTHER_PROGRAM))),
+        (X264, True, (FIRST, SECOND, FIRST)),
+    ],
+)
+def test_another_pid_goes_on_with_the_film(codec, goes_on, pids, tmp_path):
+    parts = [record(tmp_path, part, *codec, *pid, goes_on=goes_on) for part, pid in enumerate(pids)]
+    assert_follow_each_other(write_joined(tmp_path, *parts), len(pids))
 
 
-@pytest.mark.parametrize("options", [(*THIRD, *OTHER_PROGRAM), FIRST])
-def test_a_third_recording_with_its_own_pid_or_that_of_the_first(options, tmp_path):
-    pids = (FIRST, SECOND, options)
-    parts = [record(tmp_path, part, *X264, *pids[part]) for part in range(3)]
-    assert_follow_each_other(write_joined(tmp_path, *parts), 3)
-
-
-@pytest.mark.parametrize("layout", [188, 192, 204])
+@pytest.mark.parametrize("layout", [192, 204])
 def test_packets_of_every_size_between_other_bytes(layout, tmp_path):
     parts = [record(tmp_path, part, *X264, *pid) for part, pid in enumerate((FIRST, SECOND))]
     front, behind = bytes(4 * (layout == 192)), bytes(16 * (layout == 204))
@@ -149,12 +135,12 @@ def test_packets_of_every_size_between_other_bytes(layout, tmp_path):
 
 def test_the_other_pid_comes_up_behind_what_ffmpeg_reads_to_open_the_file(tmp_path):
     """More than 5 MB; packets are read again where they are not kept."""
-    options = (*NOISE, "-c:v", "libx264", "-preset", "ultrafast", "-qp", 1, "-pix_fmt", "yuv420p", "-g", 12)
-    parts = [record(tmp_path, part, *options, *pid, size=(360, 480)) for part, pid in enumerate((FIRST, SECOND))]
+    noise = ("-vf", "noise=alls=16:allf=t:all_seed=1", "-pix_fmt", "yuv420p", "-g", 12)
+    options = (*noise, "-c:v", "libx264", "-preset", "ultrafast", "-qp", 1)
+    parts = [record(tmp_path, part, *options, *pid, size=(288, 384)) for part, pid in enumerate((FIRST, SECOND))]
     assert len(parts[0]) > 6_000_000
     path = write_joined(tmp_path, *parts)
     assert_follow_each_other(path, 2)
-    assert decode(path, 5, decoder="decord").record["source_frames"] == 2 * COUNT
     index, kept = index_of(path, max_kept_bytes=0), index_of(path)
     assert np.array_equal(index.timestamps, kept.timestamps) and len(index.timestamps) == 2 * COUNT
     for number in (COUNT - 1, COUNT + 20):
@@ -164,15 +150,14 @@ def test_the_other_pid_comes_up_behind_what_ffmpeg_reads_to_open_the_file(tmp_pa
     kept.packets.close()
 
 
-@pytest.mark.parametrize("sizes", [((128, 192), (64, 96)), ((64, 96), (128, 192))])
-def test_a_part_of_another_size(sizes, tmp_path):
+def test_a_part_of_another_size(tmp_path):
+    sizes = ((64, 96), (128, 192))
     parts = [record(tmp_path, i, *X264, *(FIRST, SECOND)[i], size=size) for i, size in enumerate(sizes)]
     assert_follow_each_other(write_joined(tmp_path, *parts), 2, "frame sizes differ: 2 sizes from 96x64 to 192x128")
 
 
-@pytest.mark.parametrize("codecs", [(MPEG2, X264), (X264, MPEG2)])
-def test_a_part_of_another_codec_is_named(codecs, tmp_path):
-    parts = [record(tmp_path, i, *codec, *(FIRST, SECOND)[i]) for i, codec in enumerate(codecs)]
+def test_a_part_of_another_codec_is_named(tmp_path):
+    parts = [record(tmp_path, i, *codec, *(FIRST, SECOND)[i]) for i, codec in enumerate((MPEG2, X264))]
     video = decode(write_joined(tmp_path, *parts), 8)
     frames, warnings, note = facts(video, "source_frames", "decode_warnings", "backend_note")
     assert frames == COUNT and warnings > 0

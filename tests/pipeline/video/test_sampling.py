@@ -22,7 +22,7 @@ from tests.gstep.stock import stock_frames
 TS = np.arange(250) / 25  # 10 s at 25 frames a second
 
 
-@pytest.mark.parametrize(("total", "count"), [(250, 32), (132, 8), (32, 32), (7, 32), (1, 3), (100, 1)])
+@pytest.mark.parametrize(("total", "count"), [(250, 32), (32, 32), (7, 32), (100, 1)])
 def test_uniform_is_the_integer_linspace_of_lmms_eval(total, count):
     chosen = choose_frames(np.arange(total) / 25, Sampling(num_frames=count))
     assert chosen.dtype == np.int64
@@ -38,7 +38,7 @@ def test_a_clip_is_half_open_and_sampled_on_its_own():
     assert find_clip_range(TS, 9.0, 99.0, 10.0) == (225, 250)  # an end behind the video is its end
 
 
-@pytest.mark.parametrize("fps", [0.5, 1.0, 3.0, 10.0, 25.0, 30.0])
+@pytest.mark.parametrize("fps", [0.5, 3.0, 30.0])
 def test_fps_takes_the_frame_on_screen(fps):
     chosen = choose_frames(TS, Sampling(num_frames=None, fps=fps), 1.0, 5.0)
     assert chosen.tolist() == [int(25 + k * 25 / fps + 1e-6) for k in range(int(4 * fps))]
@@ -64,9 +64,7 @@ def test_fps_beyond_the_limit_is_spread_evenly():
     ("start", "end", "message"),
     [
         (10.0, None, "behind the end"),
-        (99.0, 100.0, "behind the end"),
         (-1.0, 5.0, "start at 0"),
-        (5.0, 5.0, "end after its start"),
         (5.0, 2.0, "end after its start"),
         (2.001, 2.002, "holds no frame"),
         (float("nan"), None, "start at 0"),
@@ -83,10 +81,7 @@ def test_a_clip_that_cannot_be_is_named_with_the_duration(start, end, message):
     ("wrong", "message"),
     [
         ({"fps": 1.0}, None),
-        ({"num_frames": None}, None),
-        ({"num_frames": 0}, None),
         ({"num_frames": None, "fps": -1.0}, None),
-        ({"max_frames": 0}, None),
         ({"rule": "nearest"}, "rule must be one of truncate, round-even, got 'nearest'"),
         ({"num_frames": None, "fps": 1.0, "rule": "round-even"}, "round-even applies only to num_frames"),
     ],
@@ -96,20 +91,14 @@ def test_sampling_goes_one_way_only(wrong, message):
         Sampling(**wrong)
 
 
-@pytest.mark.parametrize("count", [2, 3, 8, 32, 33, 64, 768])
+@pytest.mark.parametrize("count", [2, 33, 768])
 def test_rounded_places_are_those_of_torch(count):
     """qwen-vl-utils: ``torch.linspace(0, n - 1, k).round().long()`` with k even, at least 2 and at most n."""
-    for total in [*range(1, 70, 3), 333, 4500, 107_892]:
+    for total in [*range(1, 70, 3), 333, 107_892]:
         k = max(2, min(count, total) // 2 * 2)
         expected = torch.linspace(0, total - 1, k).round().long().tolist()
         timestamps = np.arange(total) / 25
         assert choose_frames(timestamps, Sampling(num_frames=count, rule="round-even")).tolist() == expected, total
-
-
-def test_rounding_is_of_the_clip_and_differs_from_cutting():
-    cut, rounded = (choose_frames(TS, Sampling(num_frames=32, rule=rule)) for rule in ("truncate", "round-even"))
-    assert len(cut) == len(rounded) == 32 and (cut != rounded).any()
-    assert choose_frames(TS, Sampling(num_frames=4, rule="round-even"), 2.0, 2.11).tolist() == [50, 52]
 
 
 def test_frames_move_to_keyframes_and_never_two_to_one():
@@ -138,7 +127,6 @@ STOCK = {
     "tiny-qwen2-5-vl": ("qwen2_vl/video_processing_qwen2_vl", "Qwen2VLVideoProcessor"),
     "tiny-qwen3-vl": ("qwen3_vl/video_processing_qwen3_vl", "Qwen3VLVideoProcessor"),
 }
-FAMILIES = ["tiny", *STOCK]
 
 
 def sampling_for(model: str, **options) -> Sampling:
@@ -157,12 +145,12 @@ def with_least(model: str, min_frames: int | None) -> ModelSource:
 
 
 @pytest.mark.parametrize("model", STOCK)
-@pytest.mark.parametrize("min_frames", [4, 7])
-def test_the_least_frames_are_where_the_stock_processor_puts_them(model, min_frames):
+def test_the_least_frames_are_where_the_stock_processor_puts_them(model):
     family = family_of(ModelSource.resolve(model))
-    sampling = Sampling(None, 1.0, 768, min_frames=min_frames, min_rule=family.min_rule)
-    for total in range(2, 76, 1 if min_frames == 4 else 3):  # up to 3 s: fewer by time than the least
-        expected = stock_frames(*STOCK[model], total, 25.0, 1.0, min_frames)
+    for total in range(2, 76, 3):  # up to 3 s: fewer by time than the least
+        least = 4 + 3 * (total % 2)
+        expected = stock_frames(*STOCK[model], total, 25.0, 1.0, least)
+        sampling = Sampling(None, 1.0, 768, min_frames=least, min_rule=family.min_rule)
         assert choose_frames(np.arange(total) / 25, sampling).tolist() == expected, total
 
 
@@ -177,10 +165,9 @@ def test_the_least_is_the_checkpoints_own_and_llava_has_none():
         family_of(with_least("tiny-qwen2-5-vl", 0)).min_frames()
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.avi"])
-@pytest.mark.parametrize("model", FAMILIES)
-def test_a_short_clip_gets_the_least_in_every_container(tmp_path, name, model):
-    path = write_clip(tmp_path / name, codec="mpeg4" if name == "a.avi" else "libx264", count=50)
+@pytest.mark.parametrize("model", ["tiny", *STOCK])
+def test_a_short_clip_gets_the_least(tmp_path, model):
+    path = write_clip(tmp_path / "a.avi", codec="mpeg4", count=50)
     for clip, count in (((1.0, 1.52), 13), ((0.0, 1.0), 25), ((0.0, 1.1), 28), ((None, None), 50)):
         first = round(25 * (clip[0] or 0))
         places = stock_frames(*STOCK[model], count, 25.0, 1.0, 4) if model in STOCK else range(0, min(count, 50), 25)

@@ -1,5 +1,6 @@
-"""Whatever a decoder does to its process, it costs one video, and nothing stays behind; who forks these processes."""
+"""Whatever a decoder does to its process, it costs one video; what the process sends, and who forks it."""
 
+import fcntl
 import json
 import os
 import re
@@ -7,6 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +19,14 @@ import pytest
 
 from pipeline.rows import VIDEO_COLUMNS
 from pipeline.video import sandbox as sandbox_module
-from pipeline.video.decode import decode_video
+from pipeline.video.child_messages import VideoMessage, WrongMessage, receive_message, send_video
+from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.builders.clips import decord_killer, numbers, open_files, sample, write_clip
+from pipeline.video.shared_frames import Handover, ReceivedFrames, SharedFrames
+from tests.builders.clips import KeepSize, decord_killer, numbers, open_files, write_clip, write_jpegs
 from tests.builders.decoding import fault_of, request
-from tests.builders.runs import assert_all_gone
+from tests.builders.runs import assert_all_gone, family
 from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.forging import ATTACKS, LATE
@@ -30,14 +38,14 @@ def seen_by(sandbox, clip):
     return json.loads(fault_of(sandbox.decode, request(clip, decoder="Revealing")).message)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sandbox():
     with DecodeSandbox(memory_mb=512) as opened:
         yield opened
 
 
-def test_the_child_returns_what_decoding_here_does(sandbox):
-    wanted = request(sample("bikes.mp4"), 32)
+def test_the_child_returns_what_decoding_here_does(sandbox, clip):
+    wanted = request(clip)
     there, here = sandbox.decode(wanted), decode_video(wanted)
     assert np.array_equal(there.frames, here.frames) and there.frames.flags.writeable
     assert there.record == {**here.record, "decode_s": there.record["decode_s"]} and there.attempts == 1
@@ -51,15 +59,16 @@ def test_the_child_returns_what_decoding_here_does(sandbox):
         ("Segfaulting", "crash", signal.SIGSEGV, "SIGSEGV"),
         ("Exiting", "crash", None, "exit code 7"),
         ("Hungry", "out-of-memory", None, "MemoryError"),
+        ("Spacious", "out-of-memory", None, ""),
+        ("Sprawling", "out-of-memory", None, "File too large"),  # no file grows beyond the child's memory
         ("Raising", "own-code", None, "ValueError"),
     ],
 )
 def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit_signal, message):
-    for _ in range(2):
-        fault = fault_of(sandbox.decode, request(clip, decoder=decoder))
-        assert (fault.fault_class, fault.exit_signal, fault.attempts) == (fault_class, exit_signal, 1)
-        assert message in fault.message and fault.backend == f"tests.builders.clips:{decoder}"
-        assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
+    fault = fault_of(sandbox.decode, request(clip, decoder=decoder))
+    assert (fault.fault_class, fault.exit_signal, fault.attempts) == (fault_class, exit_signal, 1)
+    assert message in fault.message and fault.backend == f"tests.builders.clips:{decoder}"
+    assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -68,7 +77,7 @@ def test_a_child_that_was_taken_over_costs_its_video_and_runs_nothing_here(sandb
     video.write_bytes(clip.read_bytes())
     stops = ATTACKS[name].reason == LATE
     sandbox.decode(request(clip))  # the child is up: only the limit counts below
-    sandbox._timeout_s, usual = 2.0 if stops else 60.0, sandbox._timeout_s
+    sandbox._timeout_s, usual = 1.0 if stops else 60.0, sandbox._timeout_s
     wanted = request(video, 2, decoder=f"tests.pipeline.forging:{name}")
     fault = fault_of(sandbox.decode, wanted)
     sandbox._timeout_s = usual
@@ -100,35 +109,25 @@ def test_what_forgers_change_is_an_honest_answer(sandbox, clip):
     video = sandbox.decode(wanted)
     assert video.frames.shape == (2, 64, 96, 3) and video.frame_indices.tolist() == [0, 29]
     assert video.record["codec"] == "h264"
+    sandbox.close()  # its child sleeps
 
 
-def test_no_file_that_a_child_writes_grows_beyond_its_memory(sandbox, clip):
-    fault = fault_of(sandbox.decode, request(clip, decoder="Sprawling"))
-    assert fault.fault_class == "out-of-memory" and "File too large" in fault.message
-
-
-def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(sandbox, clip):
+def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(clip):
     """A CUDA context reserves more addresses than any machine has memory."""
     with DecodeSandbox(memory_mb=512, on_gpu=True) as beside:
         assert seen_by(beside, clip)["limits"][0] == -1
         assert fault_of(beside.decode, request(clip, decoder="Spacious")).message == "1099511627776 bytes reserved"
         assert fault_of(beside.decode, request(clip, decoder="Hungry")).fault_class == "out-of-memory"
         assert beside.decode(request(clip)).record["source_frames"] == 30
-    assert fault_of(sandbox.decode, request(clip, decoder="Spacious")).fault_class == "out-of-memory"
 
 
 def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
     with DecodeSandbox() as sandbox:
         sandbox.decode(request(clip))  # the child is up: only the limit counts below
-        sandbox._timeout_s, usual = 1.0, sandbox._timeout_s
+        sandbox._timeout_s, usual = 0.5, sandbox._timeout_s
         fault = fault_of(sandbox.decode, request(clip, decoder="Hanging"))
         sandbox._timeout_s = usual  # a busy machine may need longer for a good video
-        assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "1 s" in fault.message
-        assert sandbox.decode(request(clip)).record["source_frames"] == 30
-
-
-def test_limits_beyond_what_the_system_takes_are_no_error(clip):
-    with DecodeSandbox(timeout_s=1e300, memory_mb=2**62) as sandbox:
+        assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "0.5 s" in fault.message
         assert sandbox.decode(request(clip)).record["source_frames"] == 30
 
 
@@ -179,11 +178,11 @@ def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
 
 
 def test_closing_leaves_no_process_and_can_be_undone(clip):
-    sandbox = DecodeSandbox()
+    sandbox = DecodeSandbox(timeout_s=1e300, memory_mb=2**62)  # beyond what the system takes, which is no error
     pid = seen_by(sandbox, clip)["pid"]
     sandbox.close()
-    assert not alive(pid)
     sandbox.close()
+    assert not Path(f"/proc/{pid}").exists()
     assert sandbox.decode(request(clip)).record["source_frames"] == 30
     sandbox.close()
 
@@ -222,29 +221,12 @@ def test_nothing_outlives_a_killed_parent_and_the_kernel_shows_no_credentials_of
         assert seen["first"] == ["AWS_SECRET_ACCESS_KEY=", "HF_TOKEN=", "PLAIN=as it was"]
         if decoder != "idle":
             wait_until(lambda: str(clip) in open_files(seen["pid"]), "that the second request reaches its decoder")
-        family = descendants(parent.pid)
-        assert len(family) >= 2  # fork server and child (and multiprocessing's resource tracker)
+        processes = [*family(parent.pid)]
+        assert len(processes) >= 2  # fork server and child (and multiprocessing's resource tracker)
     finally:
         parent.kill()
         parent.wait()
-    # A moment, unless the machine is overloaded.
-    wait_until(lambda: not any(map(alive, family)), lambda: f"the end of {list(filter(alive, family))}", 20)
-
-
-def alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def descendants(pid):
-    found = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text(encoding="utf-8").split():
-            found |= {int(child)} | descendants(int(child))
-    return found
+    assert_all_gone(processes)
 
 
 # As a worker that is forked from prefork/server.py does: its variables are set anew, and it has no threads yet.
@@ -277,27 +259,146 @@ if "waits" in sys.argv:
 """
 
 
-def worker(tmp_path: Path, clip: Path, *words: str) -> list[str]:
-    """Run it, and return the lines that it prints."""
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["waits", "killed"])
+def test_children_are_forked_from_the_server_that_stands_by_and_from_another_where_it_was_killed(tmp_path, clip, word):
+    """Neither shows a secret."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER, encoding="utf-8")
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": "x", "PLAIN": "y"}
-    done = run_python(script, clip, *words, env=variables, timeout=300)
-    assert done.stdout, done.stderr
-    return done.stdout.splitlines()
+    done = run_python(script, clip, word, env=variables, timeout=300)
+    first, second, *waits = done.stdout.splitlines()
+    for child in map(json.loads, (first, second)):
+        assert child["ahead"] == (word == "waits") and child["decodes"] == 30 and child["env"] == []
+        if child["ahead"]:
+            assert "forkserver" in child["title"] and child["first"] == [] and child["threads"] == 1
+    assert_all_gone([*map(int, waits)])  # with the worker, however that ends
 
 
-@pytest.mark.slow
-def test_children_are_forked_from_it_and_neither_shows_a_secret(tmp_path, clip):
-    *seen, waits = worker(tmp_path, clip, "waits")
-    for child in map(json.loads, seen):
-        assert child["ahead"] and "forkserver" in child["title"] and child["decodes"] == 30
-        assert child["env"] == child["first"] == [] and child["threads"] == 1
-    assert len(seen) == 2
-    assert_all_gone([int(waits)])  # with the worker, however that ends
+UNSTATED = ("color_transfer", "sample_aspect_ratio")  # by many files, and by every folder of frames
+NULL = (*UNSTATED, "frames_by_rate")  # and where frames do not go by a rate
+DECODED = [name for name, column in VIDEO_COLUMNS.items() if column.decoded]
+VALID = {"string": ["", "x"], "float64": [-0.5, 1e300], "int32": [0, 2**31 - 1]}
+VALID |= {"int64": [0, 2**63 - 1], "uint64": [0, 2**64 - 1]}
+WRONG = {"string": [7, 1.5, True, ["x"], {}], "float64": ["1.5", 1, True, [], float("nan"), float("inf")]}
+WRONG |= {f"int{bits}": ["1", 1.5, True, [1], -1, 2 ** (bits - 1)] for bits in (32, 64)}
+WRONG |= {"uint64": ["1", 1.5, True, [1], -1, 2**64]}
 
 
-@pytest.mark.slow
-def test_another_is_started_where_it_was_killed(tmp_path, clip):
-    for child in map(json.loads, worker(tmp_path, clip, "killed")):
-        assert not child["ahead"] and child["decodes"] == 30 and child["env"] == []
+@pytest.fixture
+def pipe():
+    ends = Pipe()
+    with closing(ends[0]), closing(ends[1]):
+        yield ends
+
+
+@pytest.fixture(scope="module")
+def video(clip) -> DecodedVideo:
+    return decode_video(DecodeRequest(clip, Sampling(2), KeepSize()))
+
+
+def send(pipe: tuple[Connection, Connection], video: DecodedVideo, **values: object) -> DecodedVideo:
+    """Send a video with other values in its record; return what is received, without its frames."""
+    send_video(pipe[0], replace(video, record={**video.record, **values}), Handover(1, True, ()))
+    message = receive_message(pipe[1], time.monotonic() + 60, 2**30)
+    assert isinstance(message, VideoMessage)
+    return message.video
+
+
+def test_a_folder_of_frames_states_neither_transfer_nor_shape_of_pixels(pipe, tmp_path):
+    path = write_jpegs(tmp_path / "frames_fps3" / "x", 3)
+    video = decode_video(DecodeRequest(path, Sampling(2), KeepSize()))
+    assert set(DECODED) - set(video.record) == set(UNSTATED)
+    received = send(pipe, video)
+    assert received.record == {**video.record, **dict.fromkeys(UNSTATED)}
+    assert np.array_equal(received.timestamps, video.timestamps)
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_a_value_has_the_type_and_the_range_of_its_column_and_is_null_where_a_file_may_leave_it_unstated(
+    pipe, video, name
+):
+    kind, null = VIDEO_COLUMNS[name].kind, [None]
+    for value in VALID[kind] + null * (name in NULL):
+        assert send(pipe, video, **{name: value}).record == {**video.record, name: value}
+    for value in WRONG[kind] + null * (name not in NULL):
+        with pytest.raises(WrongMessage, match=f"^{name} has a wrong value$"):
+            send(pipe, video, **{name: value})
+
+
+SHAPE = (3, 4, 6, 3)
+
+
+def handed_over(shared, received, value, shape=SHAPE):
+    """Frames full of ``value`` as the reader gets them."""
+    shared.allocate_block(shape)[:] = value
+    handover, descriptor = shared.hand_over_block()
+    try:
+        return received.frames(handover, descriptor, shape), handover
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def test_what_is_put_into_the_array_is_what_another_mapping_reads():
+    shared = SharedFrames()
+    frames = shared.allocate_block(SHAPE)
+    frames[:] = np.arange(frames.size, dtype=np.uint8).reshape(SHAPE)
+    handover, descriptor = shared.hand_over_block()
+    there = ReceivedFrames().frames(handover, descriptor, SHAPE)
+    os.close(descriptor)
+    assert np.array_equal(there, frames) and there.flags.writeable and there.flags.c_contiguous
+    assert not np.shares_memory(there, frames)  # two mappings of the same pages
+    frames[0] = 7
+    assert (there[0] == 7).all()
+
+
+def test_memory_is_filled_again_once_nothing_refers_to_its_frames():
+    shared, received = SharedFrames(), ReceivedFrames()
+    first, told = handed_over(shared, received, 1)
+    assert told == Handover(1, True, ())
+    second, told = handed_over(shared, received, 2)
+    assert told.new and received.list_freed() == []
+    part, values = memoryview(first[1:, ::2]), first[2].tolist()
+    del first
+    assert received.list_freed() == []  # a view is left
+    shared.reuse(received.list_freed())
+    other, told = handed_over(shared, received, 3)
+    assert told.new and part.tolist()[1][0] == values[0]
+    del part, second, other
+    list_freed = received.list_freed()
+    assert sorted(list_freed) == [1, 2, 3] and received.list_freed() == []
+    shared.reuse(list_freed)
+    third, told = handed_over(shared, received, 4, (1, 4, 6, 3))
+    assert not told.new and (third == 4).all()
+
+
+def test_no_more_memory_is_kept_than_the_next_videos_need():
+    shared, received, shape = SharedFrames(), ReceivedFrames(), (1, 3000, 4000, 3)  # 36 MB each
+    held = [handed_over(shared, received, n, shape)[0] for n in range(3)]
+    del held
+    shared.reuse(received.list_freed())
+    frames, told = handed_over(shared, received, 9, shape)
+    assert not told.new and len(told.dropped) == 1 and (frames == 9).all()
+    assert set(received._pieces) == {told.number, *shared._idle}
+
+
+def test_memory_that_is_smaller_or_could_become_so_is_refused():
+    """Reading beyond its end would be a bus error of the actor's."""
+    shared, received = SharedFrames(), ReceivedFrames()
+    shared.allocate_block(SHAPE)
+    handover, descriptor = shared.hand_over_block()
+    with pytest.raises(OSError, match="less than"):
+        received.frames(handover, descriptor, (600, 4, 6, 3))
+    with pytest.raises(OSError, match="less than"):
+        received.frames(Handover(8, False, ()), None, SHAPE)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 1)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    os.close(descriptor)
+    unsealed = os.memfd_create("frames", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    with pytest.raises(OSError, match="may shrink"):
+        received.frames(Handover(9, True, ()), unsealed, SHAPE)
+    os.close(unsealed)

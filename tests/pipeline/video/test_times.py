@@ -35,17 +35,13 @@ MPEG2 = ("-c:v", "mpeg2video", "-bf", 2)
 CONTAINERS = {
     "a.mp4": X264,
     "b.mp4": B_FRAMES,
-    "a.mov": X264,
-    "a.mkv": X264,
     "b.mkv": B_FRAMES,  # its first frame is shown later than 0, and rounded too
     "a.webm": VP9,
-    "a.flv": X264,
     "b.flv": B_FRAMES,
     "a.wmv": ("-c:v", "wmv2"),
     "a.avi": ("-c:v", "mpeg4"),  # a tick is a frame
     "a.ts": X264,
     "b.ts": B_FRAMES,
-    "a.m2ts": X264,
     "a.mpg": MPEG2,
     "a.ogv": ("-c:v", "libtheora"),
 }
@@ -55,12 +51,11 @@ RAW = {
     "a.hevc": ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:pools=none"),
     "a.m2v": ("-c:v", "mpeg2video"),
 }
-# Every container at two rates, and at all of them where ticks are fine, milliseconds, a frame or none.
-EVEN = [(name, rate) for name in (*CONTAINERS, *RAW) for rate in ("24000/1001", "30")]
-EVEN += [(name, rate) for name in ("b.mp4", "b.mkv", "a.avi", "a.h264") for rate in ("25", "30000/1001", "50", "60")]
+# Every container at a rate, and at others where ticks are fine, milliseconds, a frame or none.
+EVEN = [(name, "24000/1001") for name in (*CONTAINERS, *RAW)]
+EVEN += [(name, rate) for name in ("b.mp4", "b.mkv", "a.avi", "a.h264") for rate in ("30", "60")]
 COUNT, SHOT = 120, 20
 HALF_MS = Fraction(1, 2000)
-UNEVEN = ("a.mp4", "a.mkv", "a.webm", "a.flv", "a.wmv", "a.avi", "a.ts")
 FAST_S, SLOW_S = 2, 10  # a video of 30 frames a second for two seconds, then of 5
 
 
@@ -96,35 +91,21 @@ def even(tmp_path_factory):
     return make
 
 
-def assert_regular(index: VideoIndex, exact: Fraction, rel: float, digits: int) -> None:
-    """The file has its rate, shots with bounds of so many digits, and all frames at its rate."""
-    assert index.fps == pytest.approx(float(exact), rel=rel)
-    for start in range(0, COUNT, SHOT):
-        bounds = (round(float(place / exact), digits) for place in (start, start + SHOT))
-        assert range_of(index, *bounds) == (start, start + SHOT)
-    assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
-
-
-@pytest.mark.parametrize("rate", ["25", "24000/1001"])
-def test_a_gif_whose_ticks_are_a_third_of_a_frame(even, rate):
-    """Its ticks are hundredths."""
-    assert_regular(even("a.gif", rate), Fraction(rate), 1e-9, 17)
-
-
-@pytest.mark.parametrize("rate", ["24000/1001", "30", "60"])
-@pytest.mark.parametrize(
-    ("source", "copy"), [("b.mkv", "c.mp4"), ("b.flv", "c.mp4"), ("b.mkv", "c.ts"), ("b.flv", "c.mkv")]
-)
+@pytest.mark.parametrize("rate", ["24000/1001", "60"])
+@pytest.mark.parametrize(("source", "copy"), [("b.mkv", "c.mp4"), ("b.flv", "c.ts")])
 def test_milliseconds_stay_in_a_copy_with_finer_ticks(even, tmp_path, rate, source, copy):
     """As of a recording that was copied to MP4 without encoding: it is no file of variable rate."""
     ffmpeg("-i", even(source, rate).path, "-c", "copy", tmp_path / copy)
-    index = index_of(tmp_path / copy)
-    assert_regular(index, Fraction(rate), 1e-6, 3)
+    index, exact = index_of(tmp_path / copy), Fraction(rate)
+    assert index.fps == pytest.approx(float(exact), rel=1e-6)
+    for start in range(0, COUNT, SHOT):
+        bounds = (round(float(place / exact), 3) for place in (start, start + SHOT))
+        assert range_of(index, *bounds) == (start, start + SHOT)
+    assert chosen_of(index, Sampling(None, float(exact), None)) == list(range(COUNT))
     assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
 
 
-@pytest.mark.parametrize("rate", ["24000/1001", "30000/1001", "60000/1001"])
-@pytest.mark.parametrize("copy", ["c.flv", "c.mkv"])
+@pytest.mark.parametrize(("rate", "copy"), [("24000/1001", "c.flv"), ("30000/1001", "c.mkv")])
 def test_a_rate_that_flv_rounds_is_restored(even, tmp_path, rate, copy):
     """FFmpeg reads 983/41 for 24000/1001, a frame too much in a minute of shots, and copies it to other headers."""
     ffmpeg("-i", even("b.flv", rate, 1500).path, "-c", "copy", tmp_path / copy)
@@ -169,7 +150,7 @@ def test_a_regular_file_has_its_rate_its_shots_and_the_frames_that_mp4_has_on_sc
     assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
 
 
-@pytest.mark.parametrize("starts", [(0, 0), (5, 0), (100, 0), (4000, 100, 0)])
+@pytest.mark.parametrize("starts", [(5, 0), (4000, 100, 0)])
 @pytest.mark.parametrize(("name", "options"), [("a.ts", B_FRAMES), ("m.ts", MPEG2), ("a.mpg", MPEG2)])
 def test_recordings_joined_to_one_file_follow_each_other(tmp_path, name, options, starts):
     """FFmpeg takes a jump back by a minute for the wrap of a clock of 33 bits, and adds 26 hours."""
@@ -186,9 +167,8 @@ def test_recordings_joined_to_one_file_follow_each_other(tmp_path, name, options
     assert late.sum() <= len(starts) - 1  # FFmpeg may make up a frame at a seam
 
 
-@pytest.mark.parametrize("name", ["a.ts", "a.mpg"])
-def test_a_clock_that_wraps_goes_on(tmp_path, name):
-    path = make_clip(tmp_path / name, *MPEG2, "-output_ts_offset", 2**33 / 90_000 - 0.7)
+def test_a_clock_that_wraps_goes_on(tmp_path):
+    path = make_clip(tmp_path / "a.ts", *MPEG2, "-output_ts_offset", 2**33 / 90_000 - 0.7)
     video = decode(path, 32)
     assert numbers(video.frames) == list(range(32)) and video.record["fps"] == 25.0
     assert video.timestamps == pytest.approx(np.arange(32) / 25, abs=1e-4)
@@ -207,14 +187,14 @@ def uneven(path: Path) -> Path:
     return write_times(path, times, 1000 if path.suffix == ".avi" else 30)
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi"])
+@pytest.mark.parametrize("name", ["a.mkv", "a.avi"])
 def test_a_header_that_states_a_thousand_frames_a_second_is_not_believed(tmp_path, name):
     index = index_of(write_times(tmp_path / name, [40 * number for number in range(50)], 1000))
     assert index.fps == pytest.approx(25.0, abs=1e-9)
     assert find_clip_rate(index.timestamps, index.fps, None, None, index.duration_s, index.tick_s) == index.fps
 
 
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.avi", "a.ts"])
 def test_a_variable_rate_is_that_of_the_timestamps_and_its_cap_is_even_over_time(tmp_path, name):
     index = index_of(uneven(tmp_path / name))
     n_frames, span = 30 * FAST_S + 5 * SLOW_S, FAST_S + SLOW_S - 0.2
@@ -240,23 +220,14 @@ def extra_of(path: Path, model: str, sampling: Sampling, *clip: float | None) ->
     return dict(family.load(FLOAT32).model_extra(to_sampled_video({**record, **start})))
 
 
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts"])
-def test_positions_of_a_clip_go_by_its_own_seconds(tmp_path, name):
-    path, sampling = uneven(tmp_path / name), Sampling(None, 1.0, 768)
+def test_positions_of_a_clip_go_by_its_own_seconds(tmp_path):
+    path, sampling = uneven(tmp_path / "a.mkv"), Sampling(None, 1.0, 768)
     for clip in ((0.0, 2.0), (4.0, 10.0), (None, None)):
         extra = extra_of(path, "tiny-qwen2-5-vl", sampling, *clip)
         assert extra["second_per_grid_ts"] == pytest.approx(2.0, rel=0.02), clip
     qwen3 = extra_of(path, "tiny-qwen3-vl", sampling, 4.0, 10.0)
     assert qwen3["patch_timestamps"] == pytest.approx([0.5, 2.5, 4.5], abs=0.002)
     assert "second_per_grid_ts" not in extra_of(path, "tiny", sampling, 4.0, 10.0)
-
-
-@pytest.mark.parametrize("name", ["a.mp4", "b.mkv", "a.avi", "a.ts"])
-def test_positions_at_a_constant_rate_are_the_stock_ones_to_the_bit(even, name):
-    """VideoMetadata.sampled_fps: 8 of 300 frames at 30 a second make 2.5 s a patch of two."""
-    index = even(name, "30", 300)
-    extra = extra_of(Path(index.path), "tiny-qwen2-5-vl", Sampling(8))
-    assert extra["second_per_grid_ts"] == 2 / (8 / 300 * index.fps) == pytest.approx(2.5, rel=1e-9)
 
 
 @given(
