@@ -97,7 +97,6 @@ EVEN = list(range(0, 30_000, 40))
     ("model", "times", "options", "expected"),
     [
         ("tiny-qwen2-5-vl", FALLING, {"num_frames": 16}, (True, False)),
-        ("tiny-qwen2-5-vl", FALLING, {"fps": 2.0}, (False, False)),
         ("tiny-qwen2-5-vl", FALLING, {"fps": 8.0}, (False, True)),
         ("tiny-qwen2-5-vl", EVEN, {"fps": 0.5, "snap_to_keyframes": 1.0}, (True, False)),
         ("tiny-qwen3-vl", FALLING, {"num_frames": 8}, (False, False)),  # which counts none

@@ -144,10 +144,7 @@ def test_of_a_users_own_family_nothing_is_claimed_that_was_not_checked(own):
         ("WithPrompts", "transformers", "answers no questions: "),  # transformers does not know the type "patches"
         ("Broken", "transformers", "answers no questions: its class of prompts raises AttributeError"),
         ("Checked", "vision part", "checked by check_tensors of own_families:Checked, which raised nothing"),
-        ("Changed", "vision part", "checked: the checkpoint has all its tensors, by their names"),
-        ("Changed", "transformers", "checked: tokenizer, chat template and config make prompts"),
         ("Changed", "vLLM", "answers no questions: no class of vLLM takes cached tokens of the family own_families:"),
-        ("Changed", "to stock", "not checked"),
     ],
 )
 def test_what_a_users_own_family_brings_is_checked(own, family, check, says):

@@ -68,11 +68,9 @@ def test_a_number_of_videos_a_shard_wins_over_its_size():
 @pytest.mark.parametrize(
     ("frame_bytes", "store_bytes", "memory", "decoders", "queue"),
     [
-        (32 * 384 * 384 * 3, 5e9, 64e9, 59, 4),  # of one size
         (32 * 1080 * 1920 * 3, 77e9, 256e9, 64, 2),  # of full HD, as they come
         (32 * 1080 * 1920 * 3, 5e9, 256e9, 6, 2),  # as many as the object store holds
         (32 * 1080 * 1920 * 3, 77e9, 32e9, 19, 2),  # as many as the memory holds
-        (2**30, 1e9, 256e9, 1, 2),
     ],
 )
 def test_large_frames_fill_neither_the_object_stores_nor_the_memory(frame_bytes, store_bytes, memory, decoders, queue):
@@ -186,13 +184,6 @@ def test_a_reason_that_all_failures_share_ends_the_run_but_not_its_second_pass(d
     PruneWatch(done, NOTHING, Mock(), done.record, 3).look(failing, Progress())
     watch.is_second_pass = True
     watch.look(failing, Progress())
-
-
-def test_a_limit_of_hours_ends_a_run(done):
-    watch = PruneWatch(done, NOTHING, Mock(), done.record, 2)
-    done.facts = Facts(0.0, max_hours=0.0)
-    with pytest.raises(LimitReached, match="--max-hours 0 is reached"):
-        watch.look(WorkerReport(), Progress())
 
 
 def test_rows_that_are_committed_again_after_an_interrupt_count_once(done):
