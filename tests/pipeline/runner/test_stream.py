@@ -1,12 +1,10 @@
 """Written shards and their commits, over graphs of words: each shard on disk as it comes, and every way to end."""
 
-import gc
 import io
 import re
 import sys
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +17,6 @@ from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import ray
@@ -251,60 +248,11 @@ def test_every_word_has_a_row_and_failures_are_counted():
     assert disk == {"a": "0 ok", "b": "0 ok", "bad": "1 failed"}
     assert "starting workers: 1 to write" in job.said and "3/3 words, 1 failed" in job.said
     assert len(watch.reports) == 1 and job.n_shards == 2
-    write(disk, job, "c")  # another stream of the job
+    write(disk, job, "c", watch)  # another stream of the job
     assert disk["c"] == "2 ok"
-
-
-def test_no_words_start_nothing():
-    job, watch = WordJob(), Watch(Mock())
-    write(Disk(), job, [], watch)
-    assert (job.built, job.said, watch.reports) == ([], "", [])
-
-
-def test_a_stream_that_has_ended_gives_nothing_more_and_counts_the_last_shard_once():
-    with Stream(WordJob(), Words("abc"), Watch(Mock())) as words:
-        assert [(shard.number, shard.rows["word"].to_pylist()) for shard in words] == [(0, ["a", "b"]), (1, ["c"])]
-        assert list(words) == []
-        words.check_complete()
-
-
-def test_a_shard_is_on_disk_before_the_graph_has_ended():
-    class Watched(WordGraph):
-        def batches(self) -> Iterator[GraphBatch]:
-            for number, batch in enumerate(super().batches()):
-                # One batch waits to be fetched and one to be taken, so that five behind a shard it must be written.
-                assert number < 7 or "w0" in disk
-                yield batch
-
-    disk, job = Disk(), WordJob()
-    job.graph = lambda items, plan, heartbeats: Watched(items, 2)
-    write(disk, job, [f"w{number}" for number in range(9)])
-    assert disk["w8"] == "4 ok" and len(disk) == 9
-
-
-def test_a_committed_shard_does_not_stay_in_memory():
-    """Its bytes are Ray's: they would fill the object store of this node."""
-    bytes_of_shards: list[weakref.ref] = []
-
-    class Large(WordGraph):
-        def batches(self) -> Iterator[GraphBatch]:
-            for word in self.dataset:
-                letters = np.frombuffer(bytearray(word * 2, "ascii"), np.uint8)
-                bytes_of_shards.append(weakref.ref(letters))
-                ends = pa.py_buffer(np.array([0, 1, 2], np.int32))
-                words = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(letters)])
-                del letters
-                yield GraphBatch([pa.table({"word": words, "status": ["ok", "ok"]})], 2)
-
-    job = WordJob()
-    job.graph = lambda items, plan, heartbeats: Large(items[::2], 2)
-    with Stream(job, Words("aabbcc"), Watch(Mock())) as words:
-        for shard in words:
-            if shard.number == 1:
-                gc.collect()
-                assert bytes_of_shards[0]() is None
-        words.check_complete()
-        assert len(bytes_of_shards) == 3
+    nothing = WordJob()
+    write(disk, nothing, [], watch)
+    assert (nothing.built, nothing.said) == ([], "") and len(watch.reports) == 2  # no word starts nothing
 
 
 def test_what_was_committed_before_the_store_failed_stays_and_the_error_says_how_much():
@@ -460,25 +408,6 @@ def test_a_disk_that_rays_error_finds_full_is_left_out(monkeypatch):
     assert sorted(disk) == list("abcde") and job.excluded_nodes == {"n": "host n"}
 
 
-@pytest.mark.parametrize(("ending", "last"), [(KeyboardInterrupt(), [5.0]), (RunFailed("bad"), [0.05, "nodes"])])
-def test_a_stop_waits_little_for_workers_and_not_for_nodes(monkeypatch, ending, last):
-    """A cluster that ends at the same time answers neither."""
-    looks: list[object] = []
-
-    def get(answer: WorkerReport, timeout: float) -> WorkerReport:
-        looks.append(timeout)
-        return answer
-
-    def nodes() -> list[object]:
-        looks.append("nodes")
-        return []
-
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(ray, "nodes", nodes)
-    write_until(ending, disk := Disk(), WaitingJob(), "abcde")
-    assert looks[-len(last) :] == last and sorted(disk) == list("abc")
-
-
 @pytest.mark.parametrize(
     ("ending", "ends_workers"),
     [
@@ -529,8 +458,8 @@ def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(monkeypatch
             job.first.at_end.set()
             blocked.wait()
 
-    monkeypatch.setattr(watchdog, "_END_S", 1.0)
-    monkeypatch.setattr(run_record, "LAST_WRITES_S", 0.8)
+    monkeypatch.setattr(watchdog, "_END_S", 0.4)
+    monkeypatch.setattr(run_record, "LAST_WRITES_S", 0.3)
     monkeypatch.setattr(stream, "_RECORD_S", 0.1)
     disk, job = Disk(), WaitingJob(2, Stuck)
     start = time.monotonic()
@@ -765,7 +694,10 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
     on_disk, _, error = run(uninterrupted := Interrupt())
     assert error is None and on_disk == {*"abcdefg"}
     n_interrupted, faults = 0, []
-    for point, n_times in Counter(uninterrupted.seen).items():
+    points = Counter(uninterrupted.seen)
+    for point, n_times in points.items():
+        if not has_writers and point[1] != Path(shards.__file__).name:
+            continue  # which the other case interrupts
         nth = n_times if has_writers else 1  # in the second graph, or in the first one
         on_disk, commits, error = run(Interrupt(point, nth))
         n_interrupted += error is not None
@@ -783,4 +715,4 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
         if not (is_whole and is_told and is_counted and are_apart) or is_still_running(1):
             faults.append((point, nth, RecordedShards.had, notes, commits))
     assert not faults, "\n".join(map(str, faults))
-    assert n_interrupted > 100
+    assert n_interrupted > (100 if has_writers else 20)

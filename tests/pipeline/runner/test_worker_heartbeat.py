@@ -190,24 +190,8 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
     (named,) = heartbeats.read().excluded_workers
     assert named.startswith("a decode worker on h1: 8 of its last 8 failed")
     tallies(good, 1, 0)
-    assert heartbeats.is_excluded("decode", bad)
-    clock.return_value += 11
-    assert not heartbeats.is_excluded("decode", bad)  # the others have nothing left to do
-    tallies(good, 1, 0)
     tallies(bad, 2, 0)
     assert not heartbeats.is_excluded("decode", bad)
-
-
-def test_the_outcomes_of_thousands_of_workers_are_not_counted_for_each_of_them():
-    heartbeats, bad = Heartbeats(STAGES, clock := Mock(return_value=0.0)), worker("bad")
-    heartbeats.state("decode", bad, ["an item"], ProgressDelta(n_failed=RECENT))
-    others = [worker(f"w{number}", "h2") for number in range(2000)]
-    for failed in ({"n_ok": RECENT}, {"n_failed": RECENT}):
-        for who in others:
-            heartbeats.state("decode", who, ["an item"], ProgressDelta(**failed))
-        assert heartbeats.is_excluded("decode", bad)  # for the second time by a count that is not a second old
-    clock.return_value += 1
-    assert not heartbeats.is_excluded("decode", bad)  # nobody does better any more
 
 
 def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_noticed_until_none_does():
@@ -439,8 +423,6 @@ NO_MEMORY = [
 ]
 OTHERS = [
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-    RuntimeError("CUDA error: device-side assert triggered"),
     ValueError("a video of another shape"),
     MemoryError("out of memory"),
 ]

@@ -159,7 +159,6 @@ def listen(monkeypatch):
 @pytest.mark.parametrize(
     ("own", "setting", "patience_s", "n_notes", "says"),
     [
-        (False, None, 20.0, 1, "does not answer: .* Start a head, and rerun"),
         (False, "600", 200.0, 1, "does not answer: .* Start a head, and rerun"),
         (True, None, 4.0, 0, "of Ray on this machine .* has ended, .* Rerun"),
     ],
@@ -197,12 +196,3 @@ def test_a_head_that_restarts_in_time_is_noted_and_nothing_ends(listen):
             head.look()
     assert [line.partition(" at ")[0] for line in said] == ["note: the head of the Ray cluster"] * 2
     assert "The run ends in 20 s unless it restarts" in said[0] and said[1].endswith(" answers again")
-
-
-def test_without_a_cluster_nothing_is_lost(monkeypatch):
-    monkeypatch.setattr(ray._private.worker, "_global_node", None)
-    clock = Mock(return_value=0.0)
-    head = Head(print, clock)
-    clock.return_value = 100.0
-    head.look()
-    assert head.answers()
