@@ -8,12 +8,11 @@ from hashlib import md5
 import pyarrow as pa
 import pytest
 
-from pipeline.errors import UsageError
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import hash_mark
 from pipeline.prune.batches import unpack_batch
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder, check_decoder_device
+from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder
 from pipeline.prune.recipe import resolve_recipe
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
@@ -80,13 +79,6 @@ def test_the_start_of_the_child_is_no_time_of_a_video_that_fails(tmp_path):
         decoder = VideoDecoder(SETUP, sandbox)
         record, _ = decode_row_of(decoder, tmp_path / "a.mp4")
     assert record["error_class"] == "unsupported" and -3600 <= record["decode_s"] < 0  # the hour did not pass
-
-
-def test_a_decoder_of_gpus_is_refused_where_a_run_has_none():
-    for decoder, device in (("auto", "cpu"), ("torchcodec", "cpu"), ("nvdec", "cuda")):
-        check_decoder_device(decoder, device)
-    with pytest.raises(UsageError, match="--decoder nvdec needs a GPU"):
-        check_decoder_device("nvdec", "cpu")
 
 
 FALLING = [*range(0, 2000, 40), *range(2000, 9000, 160)]  # two seconds at 25 frames a second, then at 6

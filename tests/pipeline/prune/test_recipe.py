@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-import gstep
 from gstep.backbones import BACKBONES
 from gstep.checkpoints import tiny
 from gstep.evidence import SINGLE_PATCHES
@@ -53,26 +52,6 @@ def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(IdentityMismatch, match="pooling_head: the cache has 'siglip-head:"):
         request_for(**{**asked, "siglip": str(folder)})
-
-
-ABLATIONS = [
-    *(("gstep", f"smoothing={kernel}") for kernel in ("raw", "box", "gaussian")),
-    *(("gstep", f"fusion={factors}") for factors in ("temporal", "spatial", "full")),
-    *((method, None) for method in ("random", "uniform", "topk", "fps", "gstep")),
-]
-
-
-def test_every_row_of_the_papers_ablations_can_be_asked_for(request_for):
-    """Smoothing, fusion and sampling: each is a setting of its own, and each default is GSTEP itself."""
-    tokens, chosen = random_tokens(0, (12, 25, 16)), {}
-    for method, param in ABLATIONS:
-        job = request_for(pruner=method, pruner_param=[] if param is None else [param])
-        held = job.identity("float32")["pruner"]
-        assert held["method"] == method and (param is None or held["params"][param.split("=")[0]] in param)
-        chosen[method, param] = tuple(gstep.prune(tokens, 0.25, method, **job.pruner.params()).index.tolist())
-    own = chosen.pop(("gstep", None))
-    assert chosen.pop(("gstep", "smoothing=gaussian")) == own == chosen.pop(("gstep", "fusion=full"))
-    assert len({own, *chosen.values()}) == 1 + len(chosen) == 9
 
 
 def test_the_limit_of_frames_is_the_model_familys():

@@ -168,49 +168,15 @@ def test_of_a_manifest_s_rows_only_those_that_are_done_are_asked_about(server, s
     assert s3_left(videos, on_changed="skip") == ["e.mp4"]
 
 
-def fail(folder, attempts, **more):
-    """One more failed row of b, with the size that its file has."""
-    path = folder / "b.mp4"
-    size = path.stat().st_size if path.is_file() else None
-    row = bad("b.mp4", path, size=size, attempts=attempts, **more)
-    write_shard(LocalStore(folder / "cache"), f"run{attempts}", row)
-
-
-def retried(folder, videos="", **options):
-    ledger, options = Ledger(LocalStore(folder / "cache")).refresh(), {"max_attempts": 2, **options}
-    return left(folder / videos, ledger, retry_failed=True, **options).get("b.mp4")
-
-
-def test_a_mended_file_gets_its_attempts_anew(folder, live):
-    fail(folder, 2)
-    assert retried(folder) is None
-    (folder / "b.mp4").write_bytes(b"mended")
-    assert retried(folder) == 3
-    fail(folder, 3)
-    assert retried(folder) == 4 and retried(folder, max_attempts=1) is None
-    fail(folder, 4)
-    assert retried(folder) is None and retried(folder, max_attempts=3) == 5
-
-
 def test_a_file_that_was_mended_at_its_old_size_gets_another_attempt(folder, live):
-    path = folder / "b.mp4"
-    for attempts in (2, 3):
-        fail(folder, attempts, source_mark=read_source_state(str(path)).mark)
-        assert retried(folder) is None
+    path, retry = folder / "b.mp4", {"retry_failed": True, "max_attempts": 2}
+    row = bad("b.mp4", path, attempts=2, source_mark=read_source_state(str(path)).mark)
+    write_shard(LocalStore(folder / "cache"), "later", row)
+    live.refresh()
+    assert left(folder, live, **retry) == {"c.mp4": 1}
     path.write_bytes(b"abcde")
     os.utime(path, (1e9, 1e9))
-    assert retried(folder) == 4
-
-
-def test_a_file_that_was_missing_is_mended_by_being_there(folder):
-    write_header(folder / "cache")
-    (folder / "m.csv").write_text("video_id,uri\nb.mp4,b.mp4\n")
-    (folder / "b.mp4").unlink()
-    for attempts in (1, 2):
-        fail(folder, attempts)
-    assert retried(folder, "m.csv") is None
-    (folder / "b.mp4").write_bytes(b"there")
-    assert retried(folder, "m.csv") == 3
+    assert left(folder, live, **retry) == {"b.mp4": 3, "c.mp4": 1}
 
 
 def test_videos_that_could_not_be_read_in_earlier_runs_are_named_with_the_remedy(folder, live):

@@ -28,12 +28,11 @@ from pipeline.runner import execution, run_record, shards, stream, watchdog
 from pipeline.runner.cluster.head import HeadLost
 from pipeline.runner.job import Job, Watch
 from pipeline.runner.progress import Progress
-from pipeline.runner.shards import GraphBatch, RunGraph, ShardBundler, WrittenShard
+from pipeline.runner.shards import GraphBatch, RunGraph, ShardBundler
 from pipeline.runner.stages import Plan, Stage, StageWords, Wording
 from pipeline.runner.stream import Stream, commit_all
 from pipeline.runner.watchdog import ClusterChanged, is_still_running
 from pipeline.runner.worker_reports import Heartbeats, WorkerReport
-from pipeline.storage.outages import OUTAGES, Outage
 from tests.builders.clusters import handle_of
 from tests.waiting import wait_until
 
@@ -379,35 +378,6 @@ def test_workers_of_a_graph_that_does_not_end_are_not_joined_by_others(monkeypat
     assert said.startswith("nodes were lost, but the previous workers do not end") and len(job.built) == 1
 
 
-@pytest.mark.parametrize("has_others", [False, True])
-def test_a_run_that_stands_still_beside_a_full_disk_names_it(monkeypatch, has_others):
-    """With other nodes the rest is rescheduled there."""
-    monkeypatch.setattr(execution, "SHRUNK_S", 0.1)
-    monkeypatch.setattr(execution, "_FULL_S", 0.3)
-    monkeypatch.setattr(execution, "sum_resources", lambda nodes, most=None: {})
-    monkeypatch.setattr(execution, "find_known_full_disks", lambda without, known: {"n": "host n (/ray, 100% full)"})
-    disk, job = Disk(), WaitingJob()
-    job.can_run_on = lambda cluster: has_others
-    full = "the disk is full on host n (/ray, 100% full)"
-    moved = rf"no word moved for \d+ s; {re.escape(full)}"
-    with nullcontext() if has_others else pytest.raises(RunFailed, match=moved):
-        write(disk, job, "abcde")
-    if has_others:
-        assert sorted(disk) == list("abcde") and job.excluded_nodes == {"n": "host n (/ray, 100% full)"}
-        assert f"note: {full}. Rescheduling 2 words on the other nodes" in job.said
-    assert job.said.count(f"note: {full}, and nothing moves. ") == 1 and "--temp-dir" in job.said
-
-
-def test_a_disk_that_rays_error_finds_full_is_left_out(monkeypatch):
-    monkeypatch.setattr(execution, "sum_resources", lambda nodes, most=None: {"CPU": 1.0})
-    found = execution.DiskSearch({"n": "host n"}, {})
-    monkeypatch.setattr(execution, "find_full_disks", lambda *_, **__: found)
-    disk, job = Disk(), WordJob()
-    job.graph = lambda items, plan, heartbeats: WordGraph(items if job.excluded_nodes else [*items[:3], "?"], 2)
-    write(disk, job, "abcde")
-    assert sorted(disk) == list("abcde") and job.excluded_nodes == {"n": "host n"}
-
-
 @pytest.mark.parametrize(
     ("ending", "ends_workers"),
     [
@@ -546,49 +516,6 @@ def test_a_graph_in_which_nothing_moves_ends(monkeypatch):
     monkeypatch.setattr(execution, "Watchdog", partial(watchdog.Watchdog, clock=clock))
     with pytest.raises(RunFailed, match=r"no word moved for 60 s: .*; or raise --stall-timeout"):
         write(Disk(), job, "abcde")
-
-
-@pytest.mark.parametrize("is_lost_at_a_call", [False, True])
-def test_a_head_that_is_lost_ends_the_run_and_is_named(monkeypatch, is_lost_at_a_call):
-    """The head is lost once the last word has left the graph."""
-
-    class Lost(SimpleNamespace):
-        def look(self) -> None:
-            if not is_lost_at_a_call and not self.answers():
-                raise HeadLost(self.describe_loss())
-
-        def answers(self) -> bool:
-            return not job.first.at_end.is_set()
-
-        def describe_loss(self) -> str:
-            return "the head is away"
-
-    monkeypatch.setattr(execution, "Head", lambda say: Lost())
-    job = WaitingJob(3)
-    if is_lost_at_a_call:
-        failures, next_written = [ray.exceptions.RaySystemError("a call failed")], ShardBundler.next_written
-
-        def fail_once(written: ShardBundler, *wait: float) -> WrittenShard | None:
-            if failures and job.first.at_end.is_set():
-                raise failures.pop()
-            return next_written(written, *wait)
-
-        monkeypatch.setattr(ShardBundler, "next_written", fail_once)
-    job.first = Endless([])  # for a head that is asked before there is a graph
-    monkeypatch.setattr(stream, "end_workers", Mock(side_effect=AssertionError))
-    with pytest.raises(HeadLost, match=r"^the run stopped after \d of 5 words: the head is away"):
-        write(Disk(), job, "abcde")
-
-
-def test_the_last_report_of_a_graph_names_excluded_workers_and_stores_that_do_not_answer(monkeypatch):
-    report = WorkerReport(excluded_workers=["write on host h"], outages=[Outage("s3://b", time.time(), "503")])
-
-    heartbeats_that_read(monkeypatch, lambda: report)
-    job, watch = WordJob(), Watch(Mock())
-    write(Disk(), job, "a", watch)
-    assert "note: excluded worker: write on host h" in job.said and watch.reports == [report]
-    assert OUTAGES.list_failing_stores() == ["s3://b"]
-    OUTAGES.clear()
 
 
 # Interrupts

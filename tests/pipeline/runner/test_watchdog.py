@@ -46,21 +46,6 @@ def test_a_wait_ends_while_nothing_comes_and_leaving_ends_the_iterator(monkeypat
     assert not fetcher._thread.is_alive()
 
 
-def test_a_thread_that_ends_by_itself_is_not_interrupted():
-    """An exception behind the thread's own handler would reach the user."""
-
-    class Slow(Fetcher):
-        def _fetch(self):
-            super()._fetch()
-            self._close_event.wait(60)  # until it would be interrupted
-            self.left = [number for number in range(1000) if self.is_at_end]
-
-    with Slow(iter("a")) as fetcher:
-        assert (fetcher.next(60), fetcher.next(60), fetcher.is_at_end) == ("a", None, True)
-        wait_until(lambda: not fetcher._may_interrupt, "the end behind the last item")
-    assert len(fetcher.left) == 1000
-
-
 def test_at_most_one_item_is_fetched_ahead(monkeypatch):
     monkeypatch.setattr(watchdog_module, "_END_S", LONG_S)
     fetched = []

@@ -6,7 +6,7 @@ import signal
 import socket
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -41,17 +41,6 @@ STAGES, HERE = tuple(PRUNING.stages), socket.gethostname()
 
 def worker(name: str, host: str = "h1", node: str = "n1") -> Worker:
     return Worker(name, host, node)
-
-
-def test_a_statement_replaces_the_one_before():
-    heartbeats = Heartbeats(STAGES)
-    heartbeats.state("decode", worker("a", "h1"), ["v1"], ProgressDelta(0, 1))
-    heartbeats.state("decode", worker("a", "h2"), ["v2"], ProgressDelta(0, 1))  # the end of v1 was lost: its actor died
-    heartbeats.state("decode", worker("b", "h1"), ["v3"], ProgressDelta(0, 1))
-    heartbeats.state("decode", worker("b", "h1"), [], ProgressDelta(1, 1))
-    reading = heartbeats.read()
-    assert reading.inside == {"decode": ["v2 on h2"], "encode": [], "write": []}
-    assert (reading.n_passed_on["decode"], reading.n_moves) == (1, 4)
 
 
 def test_crashes_count_by_the_hour_and_not_over_the_run():
@@ -152,18 +141,6 @@ def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(
     assert reading.tallies["decode"]["n1"] == NodeTally(HERE, 3, 1)
 
 
-def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
-    dead = handle_of(Mock(side_effect=ray.exceptions.RayActorError, __name__="state"))
-    for heartbeats in (None, dead):
-        mine = Heartbeat("decode", heartbeats)
-        with mine.hold_items("v1") as held, mine.busy("work"):
-            mine.fail("why")
-            mine.start()
-            assert mine.find_crashes("v1") == []
-            held.release(is_failure=True)
-        mine.wait_while_excluded()
-
-
 def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
     clock = Mock(return_value=0.0)
     heartbeats, bad, good = Heartbeats(STAGES, clock), worker("bad"), worker("good", "h2", "n2")
@@ -221,24 +198,6 @@ def test_files_that_nobody_has_put_nobody_out_of_service_nor_does_what_a_lost_no
     clock.return_value += 11
     heartbeats.state("decode", worker("a"), [], ProgressDelta(n_failed=1))
     assert not heartbeats.is_excluded("decode", worker("a")) and heartbeats.read().failing == ["decode"]
-
-
-def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor, monkeypatch):
-    slept = []
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=Mock(return_value=0.0), sleep=slept.append))
-    is_excluded = Mock(side_effect=[True, False], __name__="is_excluded")
-    mine = Heartbeat("decode", handle_of(actor.state, is_excluded))
-    mine.wait_while_excluded()
-    for is_failure in (True, None):  # None: not tried here
-        with mine.hold_items("v") as held:
-            held.release(is_failure)
-        assert not is_excluded.called
-    mine.wait_while_excluded()
-    assert is_excluded.call_args_list == [call("decode", worker("w1", HERE))] * 2 and len(slept) == 1
-    with mine.hold_items("v") as held:
-        held.release(is_failure=False)
-    mine.wait_while_excluded()
-    assert is_excluded.call_count == 2
 
 
 def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idle(actor, monkeypatch):
