@@ -128,8 +128,6 @@ def test_failed_records_come_back_without_the_keys_that_were_absent():
     "make",
     [
         lambda row: pack([VideoItem(record()), VideoItem(row, frames=FRAMES)]),
-        lambda row: pack([VideoItem(row, kept())]),
-        lambda row: pack([VideoItem(row)]),
         lambda row: pack_written([record(), row]),
     ],
 )

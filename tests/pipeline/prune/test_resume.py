@@ -17,7 +17,6 @@ from pipeline.prune.resume import (
     check_redo,
     format_skipped,
     restore_old_ids,
-    select_existing,
     select_remaining,
     select_retries,
 )
@@ -103,14 +102,6 @@ def test_an_id_of_redo_that_only_looks_like_a_stored_id_is_refused_with_the_stor
             check_redo(pa.array([wrong]), None, ledger, PruneConfig(redo="ids.txt"))
 
 
-def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
-    (folder / "a.mp4").write_bytes(b"1234567")
-    with pytest.raises(SourceChanged, match=r"a\.mp4: the file had 5 bytes, has 7"):
-        left(folder, live)
-    assert left(folder, live, on_changed="skip") == {"c.mp4": 1}
-    assert left(folder, live, on_changed="redo") == {"a.mp4": 2, "c.mp4": 1}
-
-
 @pytest.fixture
 def s3_left(server, tmp_path):
     """The ids that are left of a place on S3: a, b and c are ok with 5 bytes, d failed, e is not there."""
@@ -191,19 +182,6 @@ def test_videos_that_could_not_be_read_in_earlier_runs_are_named_with_the_remedy
     named = "note: 1 video failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries again"
     assert named in lines()
     assert "infrastructure" not in lines(retry_failed=True) + lines(max_attempts=1)
-
-
-def test_what_can_be_tried_again_is_there_now(server, folder):
-    rows = [
-        {"video_id": "a", "uri": str(folder / "a.mp4")},
-        {"video_id": "b", "uri": str(folder / "none.mp4")},
-        {"video_id": "c", "uri": server.upload("c.mp4")},
-        {"video_id": "d", "uri": server.uri("none.mp4")},
-        *({"video_id": name, "uri": f"{server.uri('x.tar')}#{name}.mp4", "source_offset": 512} for name in "ef"),
-    ]
-    server.upload("x.tar")
-    again = select_existing(pa.Table.from_pylist(rows, TODO_SCHEMA), server.objects())
-    assert again["video_id"].to_pylist() == ["a", "c", "e", "f"] and server.counts() == {"HEAD": 3}
 
 
 def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s3_left):

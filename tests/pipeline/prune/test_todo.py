@@ -17,7 +17,7 @@ from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
 from tests.builders.archives import write_tar
 from tests.builders.caches import encoded_failure, write_header, write_shard
-from tests.pipeline.inputs.test_video_list import Noting, doubled_tars, ids, list_for_run, write_tars
+from tests.pipeline.inputs.test_video_list import Noting, ids, list_for_run, write_tars
 
 
 @pytest.fixture
@@ -224,17 +224,6 @@ def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypat
     names, todo = take(path, tmp_path, 3, Undone)
     assert names == everything[1000:1003] and todo.n_left == 1
     assert Noting.n_read < 2000
-
-
-def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_path):
-    places = doubled_tars(tmp_path)
-    own = f"0.tar/a.mp4@{places[1]}#a.mp4"
-    expected = ["0.tar/a.mp4", "0.tar/b.mp4", "0.tar/c.mp4", own, "1.tar/a.mp4"]
-    for limit in (3, 4, 9):  # those before it make and keep indexes
-        names, todo = take(places, tmp_path, limit)
-        assert names == expected[:limit]
-        assert [row["video_id"] for row in todo.list_todo().to_pylist() if row["fault"]] == [own][: limit > 3]
-    assert ids(list_for_run(places, tmp_path).known) == expected
 
 
 def test_videos_that_are_all_known_are_one_part(tars, tmp_path):
