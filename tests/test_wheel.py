@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from pipeline import TokenCache
-from tests.builders.caches import make_cache, random_tokens
 from tests.builders.clips import sample
 from tests.builders.runs import ALONE, environment
 from tests.interpreter import run_python
