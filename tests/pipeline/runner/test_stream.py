@@ -599,7 +599,7 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
             return WordGraph(items, 2, start_writers if has_writers else None)
 
     def run(interrupt: Interrupt) -> tuple[set[str], list[tuple[int, set[str]]], KeyboardInterrupt | None]:
-        """Write seven words; return what is on disk, the commits (number and words), and the interrupt."""
+        """Write five words; return what is on disk, the commits (number and words), and the interrupt."""
         RecordedShards.given.clear()
         RecordedShards.had.clear()
         commits: list[tuple[int, set[str]]] = []
@@ -607,7 +607,7 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
         def commit(number: int, rows: pa.Table) -> None:
             commits.append((number, {*rows["word"].to_pylist()}))
 
-        words = Stream(Job(), Words("abcdefg"), ChangingWatch(Mock()))
+        words = Stream(Job(), Words("abcde"), ChangingWatch(Mock()))
         # The interrupt comes while shards are written. What follows is the end of the run.
         monkeypatch.setattr(words, "check_complete", lambda: sys.settrace(None))
         error = None
@@ -619,7 +619,7 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
         return set[str]().union(*(words for _, words in commits)), commits, error
 
     on_disk, _, error = run(uninterrupted := Interrupt())
-    assert error is None and on_disk == {*"abcdefg"}
+    assert error is None and on_disk == {*"abcde"}
     n_interrupted, faults = 0, []
     points = Counter(uninterrupted.seen)
     for point, n_times in points.items():
@@ -629,7 +629,7 @@ def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
         on_disk, commits, error = run(Interrupt(point, nth))
         n_interrupted += error is not None
         notes = getattr(error, "__notes__", [])
-        line = f"this run has written rows for {len(on_disk)} of 7 words"
+        line = f"this run has written rows for {len(on_disk)} of 5 words"
         is_whole, lost = {*RecordedShards.had} <= on_disk, {*RecordedShards.given} - on_disk
         is_told = len(lost) == 1 if "not written" in "".join(notes) else len(lost) <= 1  # on its way to the shards
         is_counted = error is None or line in notes or not (on_disk or notes)  # nothing is said before the first graph
