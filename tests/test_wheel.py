@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from pipeline import TokenCache
-from tests.builders.caches import make_cache, random_tokens
 from tests.builders.clips import sample
 from tests.builders.runs import ALONE, environment
 from tests.interpreter import run_python
@@ -50,14 +48,6 @@ def test_everything_of_the_package_is_in_it(site):
     }
     assert len(listed) > 300
     assert sorted(name for name in listed if not (site / name).is_file()) == []
-
-
-def test_the_console_script_runs_where_a_file_has_the_name_of_the_package(site, tmp_path):
-    make_cache(tmp_path / "cache", {"v.mp4": random_tokens(0)})
-    (tmp_path / "pipeline.py").write_text("raise SystemExit('not ours')")
-    environ = {"PYTHONPATH": str(site), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    done = run_python(site / "bin" / "gstep-cache", "inspect", "cache", "--json", cwd=tmp_path, env=environ)
-    assert done.returncode == 0 and json.loads(done.stdout)["n_ok"] == 1, done.stderr
 
 
 def test_a_project_with_packages_of_the_same_names_prunes_by_a_method_of_its_own(site, tmp_path):

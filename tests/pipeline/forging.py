@@ -84,10 +84,23 @@ class Forger:
             reduction.send_handle(self.pipe, memory(math.prod(shape)), os.getppid())
 
 
+def make_shrinking_memory(size: int) -> int:
+    descriptor = os.memfd_create("frames", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
 def make_file(size: int) -> int:
     with tempfile.TemporaryFile() as file:
         file.truncate(size)
         return os.dup(file.fileno())
+
+
+def flood(forger: Forger) -> None:
+    """Name the decoder without end, many times a write: each time the parent looks, another message is there."""
+    message = json.dumps({"text": forger.fields["backend"]}).encode()
+    while True:
+        forger.raw(1000 * (struct.pack("!i", len(message)) + message))
 
 
 class Attack(NamedTuple):
@@ -97,11 +110,13 @@ class Attack(NamedTuple):
     send: Callable[[Forger], object]
 
 
-LATE = "not decoded within 1 s"
+LATE = "not decoded within 2 s"
 NO_FRAMES = "no frames came with it: "
 ATTACKS = {
     "Pickle": Attack("UnicodeDecodeError", lambda f: f.pipe.send(Evil(f.path))),
+    "PickleOfATuple": Attack("UnicodeDecodeError", lambda f: f.pipe.send((Evil(f.path), Evil(f.path)))),
     "PickleForArrays": Attack("its arrays have", lambda f: f.video(arrays=pickle.dumps(Evil(f.path)))),
+    "NoText": Attack("UnicodeDecodeError", lambda f: f.pipe.send_bytes(b'{"text": "\xff"}')),
     "NoJson": Attack("JSONDecodeError", lambda f: f.text("{")),
     "Deep": Attack("RecursionError", lambda f: f.text("[" * 60_000)),
     "Long": Attack("its length is 1073741824, not 0", lambda f: f.raw(struct.pack("!i", 2**30))),
@@ -115,9 +130,15 @@ ATTACKS = {
     "OtherDecoderOfText": Attack("it names another decoder", lambda f: f.text('{"text": "antigravity:fly"}')),
     "OtherDecoderOfVideo": Attack("it names another decoder", lambda f: f.video(backend="antigravity:fly")),
     "TextForNumber": Attack("fps has a wrong value", lambda f: f.video(fps="25")),
+    "NumberForText": Attack("codec has a wrong value", lambda f: f.video(codec=7)),
+    "NullForNumber": Attack("source_size has a wrong value", lambda f: f.video(source_size=None)),
+    "NullForDecoder": Attack("backend has a wrong value", lambda f: f.video(backend=None)),
+    "NotANumber": Attack("duration_s has a wrong value", lambda f: f.video(duration_s=float("nan"))),
+    "TooLargeForItsColumn": Attack("source_width has a wrong value", lambda f: f.video(source_width=2**31)),
     "FieldTooMany": Attack("its columns are not those of a video", lambda f: f.video(more=1)),
     "FieldMissing": Attack("its columns are not those of a video", lambda f: (f.fields.pop("codec"), f.video())),
     "NoShape": Attack("the shape of its frames is invalid", lambda f: f.video(shape=[2, 64, 96, 4])),
+    "ShortShape": Attack("the shape of its frames is invalid", lambda f: f.video(shape=[2, 64, 96])),
     "LongShape": Attack("the shape of its frames is invalid", lambda f: f.video(shape=[2, 64, 96, 3, 1])),
     "NoFrames": Attack("the shape of its frames is invalid", lambda f: f.video(shape=[0, 64, 96, 3], arrays=b"")),
     "ManyFrames": Attack(
@@ -134,15 +155,22 @@ ATTACKS = {
         lambda f: f.video(arrays=struct.pack("<qqdd", 0, 1, 0, float("inf"))),
     ),
     "NoArrays": Attack("its arrays have 0 bytes", lambda f: f.video(arrays=b"")),
+    "NegativeSeconds": Attack("its CPU seconds are not a number of 0", lambda f: f.video(cpu_s=-0.1)),
     "EndlessSeconds": Attack("its CPU seconds are not a number of 0", lambda f: f.video(cpu_s=float("inf"))),
     "TextForSeconds": Attack("its kind is unknown", lambda f: f.video(cpu_s="0.1")),
     "NoHandover": Attack("it does not say which memory", lambda f: f.video(handover=[1, 1, []])),
+    "NegativeMemory": Attack("it does not say which memory", lambda f: f.video(handover=[-1, True, []])),
     "NegativeMemoryDropped": Attack("it does not say which memory", lambda f: f.video(handover=[1, True, [-1]])),
+    "UnknownMemory": Attack(f"{NO_FRAMES}.* less than", lambda f: f.video(handover=[99, False, []], memory=None)),
     "NoDescriptor": Attack(f"{NO_FRAMES}received 0 items", lambda f: (f.video(memory=None), f.raw(b"x"))),
+    "MemoryThatShrinks": Attack(f"{NO_FRAMES}.* may shrink", lambda f: f.video(memory=make_shrinking_memory)),
     "FileForMemory": Attack(NO_FRAMES, lambda f: f.video(memory=make_file)),
+    "SmallMemory": Attack(f"{NO_FRAMES}.* less than", lambda f: f.video(memory=lambda size: create_memory(size - 1))),
     "LargeMemory": Attack(f"{NO_FRAMES}.* more than", lambda f: f.video(memory=lambda size: create_memory(size + 1))),
     "NoDescriptorAtAll": Attack(LATE, lambda f: f.video(memory=None)),
+    "HalfALength": Attack(LATE, lambda f: f.raw(b"\0\0")),
     "HalfAMessage": Attack(LATE, lambda f: f.raw(struct.pack("!i", 100) + b"{")),
+    "Flood": Attack(LATE, flood),
 }
 MESSAGES: dict[str, Callable[[Forger], object]] = {
     "Honest": Forger.video,  # what the attacks change, to see that it is taken

@@ -50,8 +50,6 @@ def test_no_root_is_suggested_that_allows_everything_or_nothing(tmp_path):
 
 OTHER_FILES = {
     ".txt": "a",
-    ".tsv": "a\ta.mp4\n",
-    ".json": '[{"video_id": "a", "uri": "a.mp4"}]',
     ".7z": "a",
     ".mp4": "a",
 }

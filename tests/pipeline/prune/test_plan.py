@@ -105,7 +105,7 @@ from pipeline.video.decoders import PyavDecoder
 
 class Slow(PyavDecoder):
     def read(self, indices):
-        time.sleep(0.5)
+        time.sleep(0.2)
         yield from super().read(indices)
 """
 
@@ -156,7 +156,6 @@ def planned_corpus(**options):
 @pytest.mark.parametrize(
     ("options", "videos", "gpus"),
     [
-        ({}, 1001, 64),
         ({"limit": 100, "max_gpus": 8}, 100, 8),
         ({"shard": "1/4", "encode_workers": 2}, 251, 2),
         ({"shard": "1/4", "limit": 10, "gpus": 0, "gpu_type": None, "max_gpus": 8}, 10, 0),
@@ -200,7 +199,7 @@ def test_in_a_container_the_cores_are_those_of_its_limit(monkeypatch):
     assert plan.cluster.cores == 1.0
 
 
-@pytest.mark.parametrize(("model", "patches"), [("tiny", 1), ("tiny-qwen2-5-vl", 2), ("tiny-qwen3-vl", 2)])
+@pytest.mark.parametrize(("model", "patches"), [("tiny", 1), ("tiny-qwen3-vl", 2)])
 def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, patches):
     options = {"pruner": "none", "retention_ratio": 1.0, "corpus_videos": 10, "seconds": 1, "size": "64x64"}
     family = family_of(ModelSource.resolve(model))
@@ -210,9 +209,7 @@ def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, pat
     assert planned_corpus(model=model, fps=1.0, **options).output_bytes.expected == 10 * patches * n_tokens * a_token
 
 
-@pytest.mark.parametrize(
-    ("seconds", "fps", "n_frames"), [(1.5, 1.0, 2), (10.9, 1.0, 11), (60, 0.29, 18), (60, 1.0, 32), (1e300, 1e300, 32)]
-)
+@pytest.mark.parametrize(("seconds", "fps", "n_frames"), [(10.9, 1.0, 11), (60, 0.29, 18), (1e300, 1e300, 32)])
 def test_a_plan_counts_the_frames_of_a_video_as_sampling_does(seconds, fps, n_frames):
     if seconds < 100:
         timestamps = np.arange(round(30 * seconds)) / 30

@@ -45,7 +45,8 @@ workers = [Worker.remote(), Worker.options(runtime_env={"env_vars": {"A_WORD": "
 forked, own = ray.get([worker.describe.remote() for worker in workers])
 logged = sum("a line of its log" in path.read_text() for path in logs.glob(f"worker*-{forked['pid']}.out"))
 (row,) = ray.data.range(1).map_batches(Stage, concurrency=1).take_all()
-print(json.dumps(dict(forked=forked, own=own, logged=logged, modules=row["modules"].split())), flush=True)
+said = dict(forked=forked, own=own, logged=logged, locked=(logs.parent / "gstep.lock").exists())
+print(json.dumps(dict(said, modules=row["modules"].split())), flush=True)
 signal.pause()
 """
 
@@ -91,6 +92,7 @@ def test_a_worker_is_forked_as_ray_would_start_it_or_started_by_ray_and_ends_wit
     dear = ("pyarrow", "pydantic", "ray._", "ray.data._internal.execution", "ray.data._internal.planner", "ray.util")
     assert not [name for name in own_imports if name.startswith(dear)]
     assert (forked["word"], forked["folder"], document["logged"]) == ("of the driver", str(tmp_path), 1)
+    assert document["locked"]  # the session, which no other run deletes then
     assert forked["oom"] > 0  # the kernel ends workers first, as Ray asks it to
     assert not own["forked"] and not own["loaded"] and own["word"] == "of its own"
     servers = [pid for pid, title in programs.items() if "prefork/server.py" in title]
