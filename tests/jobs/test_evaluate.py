@@ -148,7 +148,7 @@ def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(one_ray, result
 
 
 def test_full_retention_replies_as_the_model_does_on_all_tokens(tmp_path):
-    """pipeline/generate/test_parity.py holds these against the stock models on pixels."""
+    """pipeline/generate/test_prompts.py holds these against the stock models on pixels."""
     data, out, source = tmp_path / "data", tmp_path / "r", ModelSource.resolve("tiny")
     write_videomme(data, n_videos=2, faults=False)
     for number, clip in enumerate(("bikes.mp4", "carphone_pristine.mp4")):  # noise alone would make replies alike

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -14,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline import CorruptShard, NotACache, TokenCache
+from pipeline import CorruptShard, TokenCache
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.header import CHECKSUM, HEADER, read_header
+from pipeline.cache.header import read_header
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenOrder
 from pipeline.cache.schema import hash_bytes, slice_footer
@@ -26,14 +25,14 @@ from pipeline.inspect.report import render_video_report
 from pipeline.runner.run_record import read_committed, read_record
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore, ObjectStore
-from pipeline.verify.checks import check_commit, check_token_shard
+from pipeline.verify.checks import check_token_shard
 from tests.builders import caches
 from tests.builders.caches import encoded_with, make_cache, random_tokens, read_live, write_header, write_shard
 from tests.pipeline.damage import rewrite_row, set_column, shards
 from tests.pipeline.verifying import kinds, verified
 
 MANY = 2**31 - 1
-N_BOMB = 12_000_000  # values of 8 bytes
+N_BOMB = 9_000_000  # values of 8 bytes
 
 
 @pytest.fixture
@@ -47,23 +46,18 @@ def store(tmp_path):
         {"n_frames": MANY},
         {"n_frames": MANY, "tokens_per_frame": 1, "n_total": MANY},
         {"n_frames": 0, "n_total": 0},
-        {"tokens_per_frame": MANY},
         {"tokens_per_frame": -25, "n_frames": -4},
-        {"n_total": MANY},
         {"n_tokens": MANY, "n_total": MANY, "n_frames": 1, "tokens_per_frame": MANY},
         {"row_counts": [MANY, MANY]},
-        {"row_counts": [10, None, 5, 5]},
         {"row_counts": None},
         {"first_row_group": -1},
         {"hidden_size": MANY},
-        {"hidden_size": 0},
         {"kept_per_frame": []},
         {"frame_indices": []},
         {"timestamps": [0.0] * 2, "frame_indices": [0] * 2},
         {"temporal_density": [0.5]},
         {"manifest": "[" * 100_000},
         {"model_extra": "no JSON"},
-        {"model_extra": "[1]"},
     ],
     ids=str,
 )
@@ -108,16 +102,11 @@ def one_group(n_rows: int) -> dict[str, object]:
 LONG = "0" * 4_000_000
 BOMBS = {  # rows of the shard, rows that its row says, and other columns
     "vectors of one dictionary entry": (2_000_000, 2_000_000, {}),
-    "a row group of more rows than the row has": (2_000_000, 25, {}),
-    "wider vectors than the row has": (
-        25,
-        25,
-        {"token": pa.array([bytes(4_000_000)] * 25, pa.binary(4_000_000))},
-    ),
+    "a row group of more rows than the row has": (100, 25, {}),
+    "wider vectors than the row has": (25, 25, {"token": pa.array([bytes(4_000_000)] * 25, pa.binary(4_000_000))}),
     "texts instead of positions": (25, 25, {"index": pa.array([LONG] * 25)}),
     "lists instead of ranks": (1, 1, {"rank": pa.array([np.zeros(N_BOMB, np.int64)])}),
     "positions beyond the video": (1, 1, {"frame": pa.array([MANY], pa.int32())}),
-    "no positions": (1, 1, {"index": pa.nulls(1, pa.int32())}),
     "long ids": (25, 25, {"video_id": pa.array([LONG] * 25)}),
 }
 
@@ -149,20 +138,18 @@ def many(name: str, value: object) -> Callable[[pa.Table], pa.Table]:
 
 long_text = many("manifest", json.dumps({"a": " " * 100_000_000}))
 TABLES = {
-    "a long list": (many("frame_indices", np.zeros(N_BOMB, np.int64)), {}),
-    "a long text": (long_text, {"use_dictionary": False}),
-    "a text of a dictionary": (lambda table: many("uri", LONG)(pa.concat_tables([table] * 25)), {}),
-    "many rows": (lambda table: table.take(pa.array(np.zeros(400_000, np.int64))), {}),
-    "another codec": (long_text, {"use_dictionary": False, "compression": "brotli"}),
+    "a long list": many("frame_indices", np.zeros(N_BOMB, np.int64)),
+    "a text of a dictionary": lambda table: many("uri", LONG)(pa.concat_tables([table] * 25)),
+    "many rows": lambda table: table.take(pa.array(np.zeros(400_000, np.int64))),
 }
 
 
-@pytest.mark.parametrize(("change", "options"), TABLES.values(), ids=TABLES)
-def test_a_videos_table_that_unpacks_to_more_than_it_can_hold_is_refused(store, change, options):
+@pytest.mark.parametrize("change", TABLES.values(), ids=TABLES)
+def test_a_videos_table_that_unpacks_to_more_than_it_can_hold_is_refused(store, change):
     """The only file of the table is replaced by another, packed as tightly as Parquet can."""
     (file,) = shards(store, "videos")
     table = change(pq.read_table(file))
-    data = write(table, max(1, len(table)), **options)
+    data = write(table, len(table))
     file.unlink()
     store.put(make_small_name("videos", "run", 0, data), data)
     with pytest.raises(CorruptShard, match="too many for a file"):
@@ -182,7 +169,7 @@ def test_the_same_of_a_sorted_file_and_on_s3(store, server):
             LiveVideos.open(place).row("a")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"token_shards": 5}', "[1]", "5", '"a"'])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"token_shards": 5}', "[1]"])
 def test_the_record_of_a_run_may_hold_anything(store, text):
     store.put("runs/run.json", text.encode())
     assert read_committed(store, "run") is None and read_record(store, "runs/run.json").get("config") is None
@@ -246,7 +233,7 @@ def test_bits_of_a_token_shard(small):
 
     written, by_index = read(), read("index")
     assert None not in (written, by_index) and not check_token_shard(flipped, name, [(commit, row)], header).problems
-    n_pages, n_raised, step = len(flipped.data) - len(slice_footer(memoryview(bytes(flipped.data)))), 0, 29
+    n_pages, n_raised, step = len(flipped.data) - len(slice_footer(memoryview(bytes(flipped.data)))), 0, 47
     for bit in flipped.flips(step):
         data = read()
         assert data in (None, written), bit
@@ -260,30 +247,3 @@ def test_bits_of_a_token_shard(small):
                 assert check_token_shard(flipped, name, [(commit, row)], header).problems, bit
     assert n_raised > 4 * n_pages / step  # half of the flips
     assert read() == written
-
-
-def test_bytes_all_over_a_videos_shard(small):
-    """Each is another bit of its byte."""
-    (commit,) = small.names("videos", ".parquet")
-    flipped, header = Flipped(small.root, commit), read_header(small)
-    for bit in flipped.flips(step=8 * 64 + 1):
-        for read in (read_live, lambda flipped: TokenCache(flipped.root, store=flipped)):
-            with pytest.raises(CorruptShard, match="hash in its name"):
-                read(flipped)
-        assert [problem.kind for problem in check_commit(flipped, commit, header).problems] == ["commit"], bit
-    assert len(read_live(flipped)) == 1
-
-
-def test_every_bit_of_the_header(tmp_path):
-    """A flip in the name of the checksum makes a header of another version of this program; all else is as it was."""
-    store = write_header(tmp_path, hidden_size=2, newline=base64.b64encode(bytes(range(4))).decode())
-    written = {name: value for name, value in read_header(store).items() if name != CHECKSUM}
-    flipped, n_read = Flipped(tmp_path, HEADER), 0
-    for bit in flipped.flips():
-        try:
-            header = read_header(flipped)
-        except NotACache:
-            continue
-        n_read += 1
-        assert {name: header[name] for name in written} == written, bit
-    assert 0 < n_read < len(flipped.data)

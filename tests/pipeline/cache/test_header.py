@@ -17,7 +17,7 @@ from pipeline.cache.header import CHECKSUM, MethodDeclarations, compute_fingerpr
 from pipeline.cache.merging import merge_table_fully
 from pipeline.errors import NotACache
 from pipeline.own_code import hash_code
-from pipeline.storage.stores import LocalStore, store_at
+from pipeline.storage.stores import LocalStore
 from tests.builders.caches import write_shard
 from tests.interpreter import run_python
 from tests.pipeline.verifying import six_videos, video_of
@@ -46,7 +46,6 @@ def test_differences_name_the_leaf_also_where_only_one_has_it():
         "x: the answers have 1, this run None",
     ]
     assert list_differences(old, old) == []
-    assert list_differences({"a": {}}, {}) == ["a: the cache has {}, this run None"]
     assert list_differences({"a": {"b": None}}, {}) == ["a: the cache has {'b': None}, this run None"]
     assert list_differences({"a": {"b": None}}, {"a": {}}) == []  # a missing key counts as None
 
@@ -67,19 +66,12 @@ def test_a_header_comes_back_as_it_was_with_its_checksum_or_without(store):
     assert read(store) == HEADER
 
 
-def test_a_fingerprint_is_of_what_is_said_and_not_how():
-    assert compute_fingerprint({"a": 1, "b": [1.0]}) == compute_fingerprint({"b": [1.0], "a": 1})
-    assert len({compute_fingerprint(x) for x in ({"a": 1}, {"a": "1"}, {"a": 1.5}, {"b": 1}, {"a": None}, {})}) == 6
-
-
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"{", "not JSON"),
         (b"\xff\xfe\x00", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[]", "schema version None; this program reads version 1"),
-        (b"{}", "schema version None"),
         (b'{"schema_version": 2, "identity": {}}', "schema version 2; this program reads version 1"),
         (b'{"schema_version": 1, "identity": []}', "it holds no identity"),
         (b'{"schema_version": 1, "identity": {}, "checksum": "blake2b:00"}', "does not have the checksum in it"),
@@ -92,11 +84,10 @@ def test_what_is_no_header_of_this_version_is_refused(store, data, why):
 
 
 def test_a_place_without_one_is_refused_with_the_remedy(tmp_path):
-    with pytest.raises(NotACache, match=f"{tmp_path}: no cache here: name one"):
-        read(LocalStore(tmp_path))
     (tmp_path / "file").write_text("x")
-    with pytest.raises(NotACache, match="file: no cache here: name one"):
-        read(LocalStore(tmp_path / "file"))
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(NotACache, match=f"{place}: no cache here: name one"):
+            read(LocalStore(place))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,34 +148,27 @@ def test_a_cache_loads_as_a_dataset_by_the_names_of_its_tables(tmp_path):
     pytest.importorskip("datasets", reason="datasets is not installed")
     store = six_videos(tmp_path / "c")
     headers.write_new_header(store, headers.read_header(store))
-    small = shutil.copytree(store.root, tmp_path / "small")
     merge_table_fully(store, None)
     write_shard(store, "run9", video_of("x", 9))
     failed = shutil.copytree(store.root, tmp_path / "failed")
     shutil.rmtree(failed / "tokens")  # of a cache in which every video failed
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = run_python("-c", LOAD, tmp_path / "d", small, store.root, failed, check=True, env=environment)
-    of_small, of_both, (*of_failed, _) = json.loads(done.stdout.splitlines()[-1])
-    assert (of_small, of_both, of_failed) == ([8, 8, 63], [8, 8, 72], [8, 8])  # f has two rows
+    done = run_python("-c", LOAD, tmp_path / "d", store.root, failed, check=True, env=environment)
+    of_both, (*of_failed, _) = json.loads(done.stdout.splitlines()[-1])
+    assert (of_both, of_failed) == ([8, 8, 72], [8, 8])  # f has two rows
 
 
-@pytest.mark.parametrize("place", ["folder", "s3"])
-def test_it_is_written_once_and_a_user_s_own_stays(tmp_path, server, place):
-    source = six_videos(tmp_path / "source")
-    header = headers.read_header(source)
-    for text in (None, b"# My cache\n"):
-        name = "own" if text else "generated"
-        out = store_at(str(tmp_path / name) if place == "folder" else server.uri(name), server.objects())
-        out.make()
-        if text is not None:
-            out.put("README.md", text)
-        assert not out.has_other_files()
-        headers.write_new_header(out, header)
-        written = out.read("README.md")
-        assert written == text or (text is None and b"Superseded rows are included" in written)
-        assert headers.has_generated_card(out) == (text is None)
-        out.put("README.md", written + b"more")
-        headers.write_new_header(out, header)
-        assert (
-            out.read("README.md") == written + b"more" and not headers.has_generated_card(out) and out.has_other_files()
-        )
+@pytest.mark.parametrize("own", [None, b"# My cache\n"])
+def test_it_is_written_once_and_a_user_s_own_stays(tmp_path, own):
+    header, out = headers.read_header(six_videos(tmp_path / "source")), LocalStore(tmp_path / "out")
+    out.make()
+    if own is not None:
+        out.put("README.md", own)
+    assert not out.has_other_files()
+    headers.write_new_header(out, header)
+    written = out.read("README.md")
+    assert written == own or (own is None and b"Superseded rows are included" in written)
+    assert headers.has_generated_card(out) == (own is None)
+    out.put("README.md", written + b"more")
+    headers.write_new_header(out, header)
+    assert out.read("README.md") == written + b"more" and not headers.has_generated_card(out) and out.has_other_files()

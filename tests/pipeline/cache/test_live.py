@@ -1,9 +1,18 @@
-"""The live rows of few videos and of none, the ledger of a run, and merges; test_history.py has them in any order."""
+"""The live rows, the ledger of a run, and merges; writers and mergers whose requests come in any order.
+
+Requests come late and twice, and who sends them is killed: the order is drawn from a seed, and the live rows are held
+against a model after each of them.
+"""
 
 from __future__ import annotations
 
 import pickle
+import random
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -11,15 +20,25 @@ import pytest
 
 from pipeline import TokenCache
 from pipeline.cache.header import read_fingerprint
-from pipeline.cache.live import Ledger, _assign_numbers
-from pipeline.cache.merging import merge_table_files, merge_table_fully, merge_unless_damaged
+from pipeline.cache.live import Ledger
+from pipeline.cache.merging import KEEP, merge_table_files, merge_table_fully, merge_unless_damaged
 from pipeline.cache.schema import LATER
 from pipeline.cache.table import list_table_files, read_file, serialize_small
 from pipeline.inspect.report import list_failed_videos
 from pipeline.prune.summary import summarize_videos
+from pipeline.storage.stores import LocalStore, Store
 from tests.builders.caches import limit_merges, make_cache, random_tokens, read_live, write_header, write_shard
-from tests.pipeline.cache.table_rows import commit_failures, commit_rows, live_in
-from tests.pipeline.damage import Dying, merge_before_each_read
+from tests.pipeline.cache.table_rows import (
+    Model,
+    Row,
+    assert_all_agree,
+    commit_failures,
+    commit_rows,
+    draw_rows,
+    live_in,
+    serialise_rows,
+)
+from tests.pipeline.damage import merge_before_each_read
 from tests.pipeline.verifying import NOW, kinds, verified, video_of
 
 
@@ -103,18 +122,10 @@ def test_rows_behind_an_error_are_read_by_the_next_refresh(store, monkeypatch):
     """The files that were read before the error counted as read, and their rows were lost."""
     ledger = Ledger(store).refresh()
     commit_rows(store, "r1", [row("a")])
-    commit_rows(store, "r2", [row("b")])
     with monkeypatch.context() as patch, pytest.raises(OSError, match="away"):
         patch.setattr(ledger, "_to_columns", Mock(side_effect=OSError("the store is away")))
         ledger.refresh()
-    assert len(ledger) == 0 and len(ledger.refresh()) == 2
-
-
-def test_texts_past_the_limit_share_the_last_number():
-    known = ["a"]
-    numbers = _assign_numbers(pa.chunked_array([["b", "c"], ["d", "a"]]), known, 3)
-    assert (numbers.tolist(), known) == ([1, 2, 2, 0], ["a", "b", "c"])
-    assert _assign_numbers(pa.chunked_array([["d", "c"]]), known, 3).tolist() == [2, 2]
+    assert len(ledger) == 0 and len(ledger.refresh()) == 1
 
 
 def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
@@ -129,25 +140,6 @@ def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
     assert [opened.get(f"v{number}").metadata["run_id"] for number in range(4)] == ["r0", "r1", "r2", "r3"]
     late = pickle.loads(pickle.dumps(cache))  # noqa: S301
     assert [list(late.rows_of(shards, number)) for number in range(len(shards))] == before
-
-
-@pytest.mark.parametrize("puts", [1, 2, 3])
-def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeypatch, puts):
-    """What it read must not be deleted on the word of the files that it did write."""
-    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1)
-    store, dying = write_header(tmp_path), Dying(tmp_path, puts)
-    for number in range(4):
-        commit_failures(store, f"r{number}", [f"v{number}-{i}" for i in range(3)])
-    before = live_in(store)
-    with pytest.raises(KeyboardInterrupt):
-        merge_table_files(dying, None, keep=NOW)
-    assert sum(file.level > 0 for file in list_table_files(store)) == puts
-    dying.left = 0  # it only deletes, then is killed again
-    with suppress(KeyboardInterrupt):
-        merge_table_files(dying, None, keep=NOW)
-    assert live_in(store) == before
-    merge_table_fully(store, None)
-    assert live_in(store) == before
 
 
 def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
@@ -202,8 +194,7 @@ def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, 
     assert {row[1] for row in live_in(store).values()} == {11} and len(list_table_files(store)) <= 3
 
 
-def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
-    store = write_header(tmp_path)
+def test_a_run_leaves_large_levels_to_jobs_compact(store):
     for run in ("r0", "r1"):
         commit_failures(store, run, [f"{run}-{i}" for i in range(20)])
     merge_table_files(store, None, keep=NOW)
@@ -211,18 +202,6 @@ def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
     done = merge_table_files(store, None, keep=NOW, max_rows=1)
     assert (len(done.read), done.rows) == (1, 20)
     assert len(merge_table_files(store, None, everything=True, keep=NOW).read) == 2 and len(live_in(store)) == 60
-
-
-def test_sorted_files_that_share_one_video_are_merged_on_demand(tmp_path):
-    """The last video of the one is the first of the other."""
-    store = write_header(tmp_path)
-    for attempts in (1, 2):
-        commit_failures(store, f"r{attempts}", ["v"], attempts)
-        for _ in range(2):
-            merge_table_files(store, None, keep=NOW, max_rows=0)
-    assert [file.level for file in list_table_files(store)] == [1, 1]
-    merge_table_fully(store, None)
-    assert len(list_table_files(store)) == 1 and live_in(store)["v"][1] == 2
 
 
 def test_rows_of_another_identity_are_left_out_and_counted(tmp_path):
@@ -280,3 +259,134 @@ def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
     cache = TokenCache(tmp_path)
     assert [cache.metadata(name)["color_transfer"] for name in ("v", "w")] == [None, "smpte2084"]
     assert kinds(verified(store)) == []
+
+
+def merge(store: Store, draw: random.Random) -> None:
+    with suppress(FileNotFoundError):  # the other merger deleted it
+        merge_table_files(store, None, everything=draw.random() < 0.5, keep=draw.choice([NOW, NOW, KEEP]))
+
+
+class Killed(BaseException):
+    """The process ends in mid-request."""
+
+
+class Steps:
+    """Runs actors one request at a time, the next of them drawn from a seed; holds the rows against a model between.
+
+    What a request changes may come twice, or late: after others, when its sender has long tried again.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.draw, self.folder, self.model = random.Random(seed), folder, Model()
+        self.rows: dict[str, list[Row]] = {}  # what a small file holds, by its name
+        self._late: list[Callable[[], None]] = []
+        self._changed = True  # since the rows were last compared
+        self._turn: dict[threading.Thread, threading.Semaphore] = {}
+        self._yielded = threading.Semaphore(0)
+
+    def wait_for_turn(self) -> None:
+        """Called by an actor before each of its requests. Raises Killed."""
+        self._yielded.release()
+        self._turn[threading.current_thread()].acquire()
+        if self.draw.random() < 0.03:
+            raise Killed
+
+    def change(self, act: Callable[[], None]) -> None:
+        """Carry out a change as a store may: at once; twice, as the reply was lost; or again at any time later."""
+        kind = self.draw.choice(["once", "once", "twice", "late"])
+        self._do(act)
+        if kind == "twice":
+            self.wait_for_turn()
+            self._do(act)
+        elif kind == "late":
+            self._late.append(act)
+
+    def run(self, *actors: Callable[[LocalStore], None]) -> None:
+        for actor in actors:
+            thread = threading.Thread(target=self._act, args=(actor,), daemon=True)
+            self._turn[thread] = threading.Semaphore(0)
+            thread.start()
+            self._yielded.acquire()
+        while self._turn:
+            self._turn[self.draw.choice(list(self._turn))].release()
+            self._yielded.acquire()
+            if self._late and self.draw.random() < 0.2:
+                self._do(self._late.pop(self.draw.randrange(len(self._late))))
+            self.check()
+        while self._late:
+            self._do(self._late.pop())
+            self.check()
+
+    def _do(self, act: Callable[[], None]) -> None:
+        self._changed = True
+        act()
+
+    def check(self) -> None:
+        if self._changed:
+            assert live_in(LocalStore(self.folder)) == self.model.live()
+        self._changed = False
+
+    def _act(self, actor: Callable[[LocalStore], None]) -> None:
+        with suppress(Killed):
+            self.wait_for_turn()
+            actor(Stepped(self))
+        del self._turn[threading.current_thread()]
+        self._yielded.release()
+
+
+class Stepped(LocalStore):
+    """A folder of which one actor's requests are steps among those of others."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps.folder)
+        self.steps = steps
+
+    def put(self, name, data) -> None:
+        def act() -> None:
+            LocalStore(self.root).put(name, data)
+            self.steps.model.rows += self.steps.rows.get(name, [])
+
+        self.steps.wait_for_turn()
+        self.steps.change(act)
+
+    def delete(self, name) -> None:
+        self.steps.wait_for_turn()
+        self.steps.change(lambda: LocalStore(self.root).delete(name))
+
+    def names(self, folder, suffix):
+        self.steps.wait_for_turn()
+        return super().names(folder, suffix)
+
+    def read(self, name):
+        self.steps.wait_for_turn()
+        return super().read(name)
+
+    def read_slice(self, name, start, end=None):
+        self.steps.wait_for_turn()
+        return super().read_slice(name, start, end)
+
+
+def test_every_step_of_an_interleaving_shows_the_model_s_rows(tmp_path, monkeypatch):
+    """Three writers and two mergers, the requests of all in an order drawn from the seed."""
+    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=2)  # merges write several files of a few rows
+    write_header(tmp_path)
+    steps = Steps(tmp_path, seed=7)
+
+    def write(number: int, store: LocalStore) -> None:
+        for step in range(4):
+            run = f"w{number}.{step}"
+            rows = draw_rows(steps.draw, run)
+            steps.rows[serialise_rows(run, rows)[0]] = rows
+            commit_rows(store, run, rows)
+
+    def merge_often(store: LocalStore) -> None:
+        for _ in range(4):
+            merge(store, steps.draw)
+
+    steps.run(*(partial(write, number) for number in range(3)), merge_often, merge_often)
+    store = LocalStore(tmp_path)
+    assert_all_agree(store, steps.model)
+    for _ in range(3):
+        merge_table_files(store, None, everything=True, keep=NOW)
+    assert_all_agree(store, steps.model)
+    assert all(file.level for file in list_table_files(store))

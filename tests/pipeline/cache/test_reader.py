@@ -1,25 +1,50 @@
-"""The cache: what goes in comes out, bit for bit, and no more is read than asked for."""
+"""The cache: what goes in comes out, bit for bit, for other tools and LLMs too; likely ids for one that it lacks."""
 
 import gc
 import io
+import pickle
 from dataclasses import replace
 
 import duckdb
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 import gstep
+from gstep.backbones import ModelSource, choose_runtime, family_of
+from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import FailedVideo, NotACache, RatioNotCached, TokenCache, TokenDataset, UnknownVideo
 from pipeline.cache.header import read_fingerprint
+from pipeline.cache.live import LiveVideos
 from pipeline.cache.merging import merge_table_fully
-from pipeline.errors import CorruptShard, RemovedVideo, VideoFault
+from pipeline.cache.near_ids import find_similar_ids, suggest_ids
+from pipeline.cache.reader import MAX_HINTS
+from pipeline.errors import (
+    CorruptShard,
+    RemovedVideo,
+    VideoFault,
+    describe_similar_name,
+    make_printable,
+    suggest_file,
+    suggest_unicode_form,
+)
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
-from tests.builders.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
+from tests.builders.answers import decode_newline, tiny_cache
+from tests.builders.caches import (
+    cache_of,
+    encode_clip,
+    encoded,
+    encoded_failure,
+    make_cache,
+    random_tokens,
+    write_header,
+    write_shard,
+)
+from tests.builders.clips import sample
+from tests.examples import run_example
 from tests.gstep import synthetic
 from tests.interpreter import run_python
 from tests.pipeline.damage import rewrite_row
@@ -33,8 +58,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 VIDEOS = {f"v{i}.mp4": random_tokens(i, (4, 25 + i, 16)) for i in range(3)}
 
 
-@pytest.mark.parametrize("method", [m for m in gstep.PRUNERS if gstep.PRUNERS[m].cacheable])
-def test_every_method_that_can_be_cached_comes_back_bit_for_bit(tmp_path, method):
+@pytest.mark.parametrize("method", ["none", "gstep", "vidcom2", "visionzip", "holitom", "fastvid"])
+def test_every_kind_of_method_comes_back_bit_for_bit(tmp_path, method):
     """Also where tokens are merged, out of order, or more or fewer than the budget; and its rows keep their rules."""
     levels = [random_tokens(seed, (9, 25, 16)) for seed in range(3)]
     most, nested = 1.0 if method == "none" else 0.25, gstep.PRUNERS[method].nested
@@ -169,9 +194,6 @@ def test_what_cannot_be_served_is_said(tmp_path):
     ):
         with pytest.raises(error, match=words):
             ask()
-    with pytest.raises(FailedVideo) as caught:
-        cache.get("bad")
-    assert caught.value.fault_class == "corrupt"
 
 
 def test_other_bits_than_a_row_s_checksum_says_are_found_by_verify(tmp_path):
@@ -196,5 +218,104 @@ def test_other_tools_open_it(tmp_path):
         table = pl.read_parquet(f"{tmp_path}/videos/*.parquet").select("video_id", "n_tokens")
         assert dict(rows.fetchall()) == dict(table.rows()) == n_tokens
         merge_table_fully(store, read_fingerprint(store))
-    meanings = pq.read_schema(next((tmp_path / "tokens").iterdir()))
-    assert all(field.metadata[b"meaning"] for field in meanings)
+
+
+IDS = ("a/bikes.mp4", "b/boats.mp4", "b/boat.mp4", "b/cats.webm", "c/cats.mp4", "c/kites.mp4", "c/kites.webm")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("bikes.mp4", ["a/bikes.mp4"]),
+        ("/data/videos/bikes.mp4", ["a/bikes.mp4"]),  # the only base name, whatever stands before it
+        ("x/bikes.avi", ["a/bikes.mp4"]),
+        ("b/boa", ["b/boats.mp4", "b/boat.mp4"]),  # ids that hold it
+        ("cats", ["b/cats.webm", "c/cats.mp4"]),  # the base name of two ids says nothing
+        ("a/bikse.mp4", ["a/bikes.mp4"]),
+        ("d/cafe\u0301 1.mp4", ["d/caf\u00e9\u202f1.mp4"]),  # another Unicode form, and a space of macOS
+        ("d/\ud55c\uad6d.mp4", ["d/\u1112\u1161\u11ab\u1100\u116e\u11a8.mp4"]),
+        ("a\\bikes.mp4", ["a/bikes.mp4"]),
+        ("nothing of the kind", []),
+        ("\ud800", []),
+    ],
+)
+def test_the_likeliest_comes_first(wrong, near):
+    other = ["d/caf\u00e9\u202f1.mp4", "d/\u1112\u1161\u11ab\u1100\u116e\u11a8.mp4"]
+    assert find_similar_ids(wrong, pa.chunked_array([IDS[:3], IDS[3:], other]))[: max(1, len(near))] == near
+
+
+LIKE = "(it differs only by blanks, slashes or characters that look alike: "
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near", "words"),
+    [
+        ("caf\u00e9.mp4", "cafe\u0301.mp4", r"(it differs only by its Unicode form, NFD: 'cafe\u0301.mp4')"),
+        ("a 1.mp4", "a\u202f1.mp4", rf"{LIKE}'a\u202f1.mp4')"),
+        ("a.mp4 ", "a.mp4", f"{LIKE}'a.mp4')"),
+        ("a.mp4", "b.mp4", ""),
+    ],
+)
+def test_a_name_that_looks_the_same_is_described(tmp_path, wrong, near, words):
+    """Otherwise a message says that there is no X, and asks for X."""
+    assert describe_similar_name(wrong, near) == f"{near} {words}".strip()
+    (tmp_path / near).touch()
+    for hint in (suggest_ids(wrong, pa.chunked_array([[near]])), suggest_file(tmp_path / wrong)):
+        assert make_printable(f"did you mean {near} {words}") in make_printable(hint)
+    is_form = "Unicode form" in words
+    assert ("its Unicode form" in suggest_unicode_form(str(tmp_path / wrong))) == is_form
+
+
+def test_a_letter_too_many_too_few_or_wrong_is_found_among_many():
+    many = pa.chunked_array([[f"{n % 97:02}/{n * 7919 % 10**8:08}.mp4" for n in range(50_000)]])
+    for wrong in ("10/0079190.mp4", "10/100079190.mp4", "10/00079109.mp4", "10/00079191.mp4", "00079190.avi"):
+        assert "10/00079190.mp4" in find_similar_ids(wrong, many), wrong
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_readers_name_the_likely_id_from_small_and_sorted_files(tmp_path, merged):
+    store = tiny_cache(tmp_path / "c", IDS[:4], failed=IDS[4:])
+    if merged:
+        merge_table_fully(store, read_fingerprint(store))
+    cache = TokenCache(tmp_path / "c")
+    assert bool(LiveVideos.open(store).sorted) == merged == (len(LiveVideos.open(store).small) == 0)
+    for read in (
+        cache.get,
+        cache.metadata,
+        lambda video_id: cache.get_many([IDS[0], video_id]),
+        lambda video_id: TokenDataset(cache, [video_id])[0],
+        lambda video_id: cache.shards([video_id]),
+    ):
+        with pytest.raises(UnknownVideo, match=r"has 7 rows\); did you mean a/bikes\.mp4\?$") as error:
+            read("bikes.mp4")
+        assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # noqa: S301
+    remove(store, IDS[0])
+    with pytest.raises(UnknownVideo) as error:
+        TokenCache(tmp_path / "c").get("bikes.mp4")
+    assert IDS[0] not in str(error.value)
+
+
+def test_a_program_that_asks_for_many_reads_the_ids_for_the_first_alone(tmp_path):
+    tiny_cache(tmp_path / "c", IDS[:2])
+    cache, said = TokenCache(tmp_path / "c"), []
+    for number in range(3 * MAX_HINTS):
+        with pytest.raises(UnknownVideo) as caught:
+            cache.get(f"{number}/bikes.mp4")
+        said.append("did you mean" in str(caught.value))
+    assert said == [True] * MAX_HINTS + [False] * 2 * MAX_HINTS
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3-vl"])
+def test_the_example_answers_as_jobs_generate_does(name, tmp_path, capsys):
+    source = ModelSource.resolve(name)
+    _, video = encode_clip(source, sample("bikes.mp4"), 4, "gstep", 0.25, video_id="bikes.mp4")
+    newline = None if family_of(source).static().newline is None else decode_newline(source)
+    cache_of(tmp_path / "cache", source, video, method="gstep", ratio=0.25, newline=newline)
+    names = run_example("pipeline/examples/own_llm.py", tmp_path / "cache", "bikes.mp4")
+    said = capsys.readouterr().out.strip()
+    visual = TokenCache(tmp_path / "cache").get("bikes.mp4", 0.10).visual
+    prompt = prompt_builder(source).build("What happens in this video?", [visual])
+    model = load_language_model(source, choose_runtime("cpu", "float32"))
+    (answer,) = model.generate([prompt], [Decoding(max_new_tokens=32)])
+    assert said == answer.text.strip() and said
+    assert len(names["visual"].index) == 4 * names["visual"].tokens_per_frame // 10 or name != "tiny"

@@ -1,18 +1,27 @@
-"""Files of the table: what a name tells, and that what is read of a sorted file is what was written."""
+"""Files of the table: what is read is what was written, whose name says so; and files that are none of the cache's."""
 
+import json
 import random
+import shutil
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from jobs import inspect
 from pipeline import CorruptShard, TokenCache
 from pipeline.cache import table as table_files
-from pipeline.cache.live import LiveVideos
+from pipeline.cache.header import read_fingerprint
+from pipeline.cache.live import Ledger, LiveVideos
+from pipeline.cache.merging import merge_table_files, merge_table_fully
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.table import SortedFile, build_table, list_table_files, parse_file_name, read_file, serialize_sorted
+from pipeline.errors import RemovedVideo, RunFailed
 from pipeline.storage.stores import LocalStore
-from tests.builders.caches import read_live, write_header
+from tests.builders.caches import read_live, write_header, write_shard
+from tests.pipeline.damage import flip, shards
+from tests.pipeline.verifying import copy_to_s3, kinds, remove, six_videos, tokens_of, verified, video_of
 
 N = 300
 
@@ -27,7 +36,7 @@ def rows_of(count: int) -> pa.Table:
 
 
 @pytest.fixture
-def store(tmp_path) -> LocalStore:
+def empty(tmp_path) -> LocalStore:
     return write_header(tmp_path)
 
 
@@ -38,36 +47,28 @@ def put_sorted(store: LocalStore, rows: pa.Table, group_rows: int = 64) -> str:
     return name
 
 
-def test_the_name_of_a_sorted_file_tells_what_it_holds(store):
+def test_the_name_of_a_sorted_file_tells_what_it_holds_and_what_is_read_is_what_was_written(empty, monkeypatch):
     rows = rows_of(N)
-    name = put_sorted(store, rows)
-    file = parse_file_name(name)
-    high = rows["id_high"].to_numpy()
-    assert (file.level, file.rows, file.first, file.last) == (2, N, int(high[0]), int(high[-1]))
-    assert file.holds(file.first) and file.holds(file.last) and not file.holds(file.last + 1)
-    assert parse_file_name("videos/r-000001-aa.parquet").level == 0
-    assert list_table_files(store) == [file]
-
-
-def test_columns_and_row_groups_are_read_as_they_were_written(store, monkeypatch):
-    rows = rows_of(N)
-    file = SortedFile(store, parse_file_name(put_sorted(store, rows)))
+    name = put_sorted(empty, rows)
+    named, high = parse_file_name(name), rows["id_high"].to_numpy()
+    assert (named.level, named.rows, named.first, named.last) == (2, N, int(high[0]), int(high[-1]))
+    assert named.holds(named.first) and named.holds(named.last) and not named.holds(named.last + 1)
+    assert parse_file_name("videos/r-000001-aa.parquet").level == 0 and list_table_files(empty) == [named]
+    file = SortedFile(empty, named)
     assert len(file.firsts) == -(-N // 64)
-    assert file.read([0, 2], ["attempts", "id_high"]).equals(
-        pa.concat_tables([rows.slice(0, 64), rows.slice(128, 64)]).select(["attempts", "id_high"])
-    )
+    expected = pa.concat_tables([rows.slice(0, 64), rows.slice(128, 64)]).select(["attempts", "id_high"])
+    assert file.read([0, 2], ["attempts", "id_high"]).equals(expected)
     monkeypatch.setattr("pipeline.cache.table._GROUPS_AT_ONCE", 2)
     assert pa.concat_tables(file.parts()).equals(rows)
-    high = rows["id_high"].to_numpy()
     for at in (0, 63, 64, 65, 200, N - 1):
         groups = file.find_row_groups(int(high[at]), int(high[at]))
         assert at // 64 in groups and len(groups) <= 2
 
 
-def test_each_video_is_found_and_no_other(store):
+def test_each_video_is_found_and_no_other(empty):
     rows = rows_of(N)
-    put_sorted(store, rows)
-    cache, found, live = TokenCache(store.root), LiveVideos.open(store), read_live(store, ("video_id",)).to_pylist()
+    put_sorted(empty, rows)
+    cache, found, live = TokenCache(empty.root), LiveVideos.open(empty), read_live(empty, ("video_id",)).to_pylist()
     places = {row["video_id"]: row["row"] for row in live}
     for row in random.Random(0).sample(rows.to_pylist(), 40):
         assert cache.metadata(row["video_id"])["attempts"] == row["attempts"]
@@ -78,22 +79,21 @@ def test_each_video_is_found_and_no_other(store):
         cache.metadata("folder/v")
 
 
-@pytest.mark.parametrize("read", ["all", "short", "one", "find"])
-def test_a_flipped_bit_anywhere_raises_or_changes_nothing(store, read):
+@pytest.mark.parametrize("read", ["all", "one", "find"])
+def test_a_flipped_bit_anywhere_raises_or_changes_nothing(empty, read):
     """A bit of every few bytes of the rows and of the tail; and a file that was cut off."""
     rows = rows_of(70)  # two row groups
-    name = put_sorted(store, rows)
-    path, file, draw = store.root / name, parse_file_name(name), random.Random(0)
+    name = put_sorted(empty, rows)
+    path, file, draw = empty.root / name, parse_file_name(name), random.Random(0)
     whole, known = path.read_bytes(), {row["video_id"]: row for row in rows.to_pylist()}
-    short = ["id_high", "status", "attempts", "video_id"]
 
     def seen() -> pa.Table | bool:
         if read == "find":
             video_id = draw.choice(list(known))
-            return TokenCache(store.root).metadata(video_id)["attempts"] == known[video_id]["attempts"]
+            return TokenCache(empty.root).metadata(video_id)["attempts"] == known[video_id]["attempts"]
         if read == "one":
-            return SortedFile(store, file).read([1])
-        return read_file(store, file, short if read == "short" else VIDEO_SCHEMA.names)
+            return SortedFile(empty, file).read([1])
+        return read_file(empty, file, VIDEO_SCHEMA.names)
 
     good, n_rows, n_raised = seen(), len(whole) - file.n_tail, 0
     places = [*range(0, n_rows, 97), *range(n_rows, len(whole), 997)]
@@ -120,24 +120,24 @@ class Counting(LocalStore):
         return super().read_slice(name, start, end)
 
 
-def test_few_requests_find_a_video(store):
+def test_few_requests_find_a_video(empty):
     """One listing opens the table; then its end and one row group of the file are read."""
-    put_sorted(store, rows_of(N))
-    counting = Counting(store.root)
-    cache = TokenCache(store.root, store=counting)
+    put_sorted(empty, rows_of(N))
+    counting = Counting(empty.root)
+    cache = TokenCache(empty.root, store=counting)
     for _ in range(2):
         cache.metadata("folder/v7")
         assert counting.n_reads == 2
 
 
-def test_keys_that_share_a_half_are_told_apart(store, monkeypatch):
+def test_keys_that_share_a_half_are_told_apart(empty, monkeypatch):
     """Ids whose keys begin alike, at the end of a row group and the beginning of the next."""
     monkeypatch.setattr("pipeline.cache.live.hash_texts", lambda texts: np.array([[7, 0]], np.uint64))
     rows = rows_of(5)
     for name, values in (("id_high", [7] * 5), ("id_low", range(5))):
         rows = rows.set_column(rows.schema.get_field_index(name), rows.field(name), pa.array(values, pa.uint64()))
-    put_sorted(store, rows, group_rows=2)
-    cache = TokenCache(store.root)
+    put_sorted(empty, rows, group_rows=2)
+    cache = TokenCache(empty.root)
     assert [cache.metadata(f"folder/v{i}")["attempts"] for i in range(5)] == [1, 2, 3, 1, 2]
     assert len(cache.failed) == 5
 
@@ -150,3 +150,160 @@ def test_rows_of_several_workers_become_the_same_file_as_one_table():
     parts = pa.concat_tables([whole.slice(start, 37) for start in range(0, len(whole), 37)])
     one, other = (table_files.serialize_small("r", 0, rows, None) for rows in (whole, table_files.add_keys(parts)))
     assert one == other
+
+
+SECRET = "a caption of the takedown"
+
+
+@pytest.fixture
+def store(tmp_path):
+    return six_videos(tmp_path / "c")
+
+
+def as_sorted(store):
+    merge_table_fully(store, read_fingerprint(store))
+
+
+NAMES = ["copy.parquet", "{} (1).parquet", "a\nb.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        (NAMES[0], False, False),
+        (NAMES[1], False, True),
+        (NAMES[2], True, False),
+        ("Copy of {}.parquet", True, False),  # as a sorted file's ends
+    ],
+)
+def test_a_copy_of_a_table_s_file_is_left_out_with_a_note(store, capsys, name, before, after):
+    """Even a byte-identical copy made the whole cache unreadable; before or after the table was merged."""
+    tokens = tokens_of(store.root)
+    if before:
+        as_sorted(store)
+    file = shards(store, "videos")[0]
+    copy = shutil.copy(file, file.with_name(name.format(file.stem)))
+    if after:
+        as_sorted(store)
+    assert TokenCache(store.root).stray_files == [f"videos/{copy.name}"] == Ledger(store).refresh().strays
+    assert tokens_of(store.root).keys() == tokens.keys() and TokenCache(store.root).failed == {"bad": "corrupt"}
+    report = verified(store, clean=True)
+    assert kinds(report) == []
+    assert any(f"{copy.name} is not a file of the videos table" in note for note in report.notes)
+    assert inspect.main([str(store.root)]) == 0
+    assert "1 file in videos/, with no name of the table's: videos/" in capsys.readouterr().out
+    as_sorted(store)
+    assert copy.exists()  # nothing deletes it
+
+
+def test_files_that_are_merged_between_the_listing_and_the_look_at_a_stray_are_listed_again(store, monkeypatch):
+    file = shards(store, "videos")[0]
+    pq.write_table(pq.read_table(file), file.with_name("x.parquet"))
+    list_names, n_merged = LocalStore.names, []
+
+    def list_and_merge(self, folder, suffix):
+        names = list_names(self, folder, suffix)
+        if folder == "videos" and not n_merged:
+            n_merged.append(len(names))  # before the merge, which lists the table too
+            as_sorted(store)
+        return names
+
+    monkeypatch.setattr(LocalStore, "names", list_and_merge)
+    listed = [file.name for file in list_table_files(store)]
+    assert n_merged and listed == [name for name in list_names(store, "videos", ".parquet") if "/x." not in name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_renamed_file_with_rows_that_count_is_an_error_that_names_both(store, name):
+    file = shards(store, "videos")[0]
+    stray = file.rename(file.with_name(name.format(file.stem)))
+    with pytest.raises(CorruptShard, match=r"rename it to videos/renamed-000000-[0-9a-f]{32}\.parquet") as caught:
+        TokenCache(store.root)
+    assert stray.name in str(caught.value)
+    for read in (Ledger(store).refresh, lambda: merge_table_files(store, None)):
+        with pytest.raises(CorruptShard, match="does not have the name"):
+            read()
+    report = verified(store, clean=True)
+    assert "stray" in kinds(report) and report.exit_code == 1 and report.removed == []
+    assert verified(store, repair=True).exit_code == 1 and stray.exists()
+    flip(shards(store)[0], 100)
+    with pytest.raises(RunFailed, match="is not part of this cache"):  # its rows would be lost
+        verified(store, repair=True)
+    flip(shards(store)[0], 100)
+    new_name = str(caught.value).partition("rename it to ")[2].partition(" ")[0]
+    stray.rename(store.root / new_name)  # the remedy
+    assert kinds(verified(store)) == [] and len(TokenCache(store.root)) == 6
+
+
+def test_a_renamed_removal_does_not_bring_a_video_back(store):
+    whole = shutil.copytree(store.root, store.root.with_name("whole"))
+    remove(store, "b")
+    (removed,) = shards(store, "videos")
+    shutil.copy(removed, whole / "videos" / "renamed.parquet")
+    with pytest.raises(CorruptShard, match=r"renamed\.parquet"):
+        TokenCache(whole)
+    shutil.copy(shards(LocalStore(whole), "videos")[0], store.root / "videos" / "old.parquet")  # rows of b
+    with pytest.raises(RemovedVideo):
+        TokenCache(store.root).get("b")
+
+
+def test_a_removal_names_the_copies_that_hold_the_video(store):
+    write_shard(store, "run9", video_of("gone", 7, manifest=json.dumps({"caption": SECRET})), video_of("stays", 8))
+    table = next(file for file in shards(store, "videos") if SECRET in str(pq.read_table(file).to_pylist()))
+    token_shard = store.root / TokenCache(store.root).metadata("gone")["token_shard"]
+    copies = ("copy.parquet", "backup.parquet~", ".x.parquet.swp")
+    for folder, file in (("videos", table), ("tokens", token_shard)):
+        for name in (*copies, f"{file.name}.bak"):
+            shutil.copy(file, store.root / folder / name)
+    for name in ("_SUCCESS", "._x.parquet", ".DS_Store"):
+        (store.root / "videos" / name).touch()
+    (store.root / "tokens" / "mine.parquet").write_bytes(b"PAR1 of somebody, PAR1")
+    done = remove(store, "gone")
+    expected = {f"videos/{name}" for name in (*copies, f"{table.name}.bak")}
+    expected |= {f"tokens/{name}" for name in (*copies[1:], f"{token_shard.name}.bak", "mine.parquet")}
+    assert set(done.strays) == expected  # a copy among the token shards that could be read is deleted
+    assert sum("is not a file of this cache" in line for line in done.lines()) == len(expected)
+    for name in done.strays:
+        (store.root / name).unlink()
+    files = (file for file in store.root.rglob("*.parquet") if file.stat().st_size)
+    assert not any(SECRET in str(pq.read_table(file).to_pylist()) for file in files)
+    assert remove(store, "gone").strays == []
+
+
+@pytest.mark.parametrize("content", ["garbage", "another table", "torn page", "no rows"])
+def test_somebody_s_own_file(store, content):
+    mine, file = store.root / "videos/mine.parquet", shards(store, "videos")[0]
+    if content == "garbage":
+        mine.write_bytes(b"garbage")
+    elif content == "torn page":
+        flip(shutil.copy(file, mine), 111)
+    else:
+        pq.write_table(pa.table({"x": [1]}) if content == "another table" else pq.read_table(file).slice(0, 0), mine)
+    if content == "no rows":
+        assert kinds(verified(store)) == [] and len(TokenCache(store.root)) == 6
+        return
+    with pytest.raises(CorruptShard, match=r"mine\.parquet is no file of the videos table .*: move it out of videos/"):
+        TokenCache(store.root)
+    assert kinds(verified(store)) == ["commit"]
+
+
+def test_a_file_that_is_moved_away_before_it_is_read_is_not_said_to_be_one_of_the_table_s_rows(store, monkeypatch):
+    copy = shutil.copy(shards(store, "videos")[0], store.root / "videos/copy.parquet")
+    read = LocalStore.read
+
+    def move_and_read(self, name):
+        if name == "videos/copy.parquet":
+            copy.unlink(missing_ok=True)
+        return read(self, name)
+
+    monkeypatch.setattr(LocalStore, "read", move_and_read)
+    report = verified(store)
+    assert kinds(report) == [] and "copy.parquet" not in str(report.notes) and not copy.exists()
+
+
+def test_files_of_a_mac_are_left_out_on_s3_as_in_a_folder(store, server):
+    far = copy_to_s3(store, server)
+    for name in ("videos/._copy.parquet", "tokens/._a.parquet", "runs/._a.json", "runs/._a.running"):
+        far.put(name, b"\0\5\x16\7")
+    assert far.names("runs", ".json") == [] and len(far.names("tokens", ".parquet")) == len(shards(store))
+    assert TokenCache(far.root, store=far).stray_files == []

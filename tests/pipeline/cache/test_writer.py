@@ -1,22 +1,32 @@
-"""What the driver commits is what lies in its own cache, and stays what it was."""
+"""Token shards: the Parquet contract, vectors from their pages, and what the driver commits lies in its own cache."""
 
+from __future__ import annotations
+
+import io
 import os
+import shutil
 from dataclasses import replace
 from threading import Barrier
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from gstep import PrunedTokens
-from pipeline import TokenCache
+from pipeline import CorruptShard, TokenCache
+from pipeline.cache import schema
 from pipeline.cache.codecs import CODECS
 from pipeline.cache.header import read_fingerprint
-from pipeline.cache.token_shard import hash_vectors, read_videos
+from pipeline.cache.pages import copy_vectors_to_rows, find_plain_columns, get_plain_page_range
+from pipeline.cache.schema import VIDEO_SCHEMA, build_token_schema, compute_tier_row_counts
+from pipeline.cache.token_shard import TokenRequest, TokenShard, hash_vectors, read_videos
 from pipeline.cache.writer import KeptTokens, commit_records, write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.storage.stores import LocalStore
-from tests.builders.caches import encoded, random_tokens, write_header, write_shard
+from tests.builders.caches import encoded, make_cache, random_tokens, write_header
+from tests.pipeline.damage import rewrite_row
 
 VIDEO = encoded("v", random_tokens(0), 0.25, "gstep")
 
@@ -49,21 +59,6 @@ def last_bit(values):
     else:
         changed.flat[-1] ^= 1
     return changed
-
-
-@pytest.mark.parametrize("method", ["gstep", "uniform"])
-def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
-    """A node that was taken for dead computed the same videos on another kind of GPU, and its write comes last."""
-    store = write_header(tmp_path, method=method)
-    video = encoded("v", random_tokens(0), 0.25, method)
-    write_shard(store, "run", video)
-    before = TokenCache(tmp_path).get("v", order="selection")
-    floats = {"density": last_bit(video.kept.density)} if method == "gstep" else {}
-    other = replace(video.kept, tokens=last_bit(video.kept.tokens), **floats)
-    (late,) = write_token_shard([replace(video, kept=other)], store=store, run_id="run")
-    after = TokenCache(tmp_path).get("v", order="selection", verify=True)
-    assert torch.equal(after.tokens.view(torch.int16), before.tokens.view(torch.int16))
-    assert late["token_shard"] != after.metadata["token_shard"] and len(store.names("tokens", ".parquet")) == 2
 
 
 @pytest.mark.parametrize(("method", "columns"), [("gstep", ["rank", "density"]), ("visionzip", ["merged"])])
@@ -178,14 +173,106 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
         assert TokenCache(place / "old").video_ids == ([] if what == "delete" else ["v"])
 
 
-def test_a_worker_that_comes_to_the_new_folder_cannot_make_the_driver_commit_there(tmp_path):
-    """The same settings, so that the header tells nothing: the driver looks for tokens where it has written."""
-    driver = write_header(tmp_path / "c")
-    driver.put("runs/run.running", b"{}")
-    driver.root.rename(tmp_path / "old")
-    os.utime(tmp_path / "old", (1, 1))
-    anew = write_header(tmp_path / "c")
-    rows = write_token_shard([VIDEO], store=anew, run_id="run")
-    with pytest.raises(FileNotFoundError):
-        commit_records(driver, "run", 0, rows, made_with=read_fingerprint(anew))
-    assert not list(tmp_path.glob("*/videos/*"))
+def test_row_groups_end_at_the_tiers():
+    assert compute_tier_row_counts(6272, 1568, 0.25, nested=True) == [627, 313, 314, 314]
+    assert compute_tier_row_counts(6272, 6272, 1.0, nested=True) == [627, 313, 314, 314, 1568, 3136]
+    assert compute_tier_row_counts(6272, 1568, 0.25, nested=False) == [1568]
+    assert compute_tier_row_counts(4, 1, 0.25, nested=True) == [1]
+    assert all(n > 0 for m in range(1, 60) for n in compute_tier_row_counts(m, max(1, m // 4), 0.25, nested=True))
+
+
+def test_columns_say_what_they_mean_and_those_of_tokens_are_as_wide_as_their_vectors():
+    columns = build_token_schema(8, 2, {"token_key": 4, "token_attention": 1})
+    assert all(field.metadata[b"meaning"] for field in (*VIDEO_SCHEMA, *columns))
+    widths = {field.name: field.type.byte_width for field in columns if pa.types.is_fixed_size_binary(field.type)}
+    assert widths == {"token": 16, "deepstack_0": 16, "deepstack_1": 16, "token_key": 8, "token_attention": 2}
+    assert columns.names[-2:] == ["token_key", "token_attention"]  # who does not ask for them reads none of them
+
+
+@pytest.mark.parametrize(
+    ("change", "keep", "columns", "kind"),
+    [
+        ({"first_row_group": 6}, 25, ("token",), "rows"),
+        ({"row_counts": [10, 5]}, 18, ("token",), "rows"),
+        ({"row_counts": [9, 5, 5, 6]}, 18, ("token",), "rows"),
+        ({}, 25, ("token", "deepstack_0"), "schema"),
+    ],
+)
+def test_rows_and_columns_that_are_not_there_are_refused(tmp_path, change, keep, columns, kind):
+    store = make_cache(tmp_path, {name: random_tokens(i, (4, 25, 16)) for i, name in enumerate("ab")})
+    row = TokenCache(tmp_path).metadata("b")
+    assert row["row_counts"] == [10, 5, 5, 5] and row["first_row_group"] == 4
+    shard = TokenShard(store, row["token_shard"], row["footer_hash"])
+    with pytest.raises(CorruptShard) as caught:
+        shard.read(TokenRequest({**row, **change}, keep, columns))
+    assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize(
+    "name", ["", None, "videos/x", "tokens/folder", "tokens/..", "tokens/x\0", f"tokens/{'x' * 999}", "../x"]
+)
+def test_a_name_of_no_token_shard_is_damage(tmp_path, name):
+    """A bare OSError ended jobs.inspect, and a folder's name came from somebody's videos table."""
+    store = make_cache(tmp_path / "c", {"a": random_tokens(0, (4, 25, 16))})
+    shutil.copy(*(store.root / name for name in store.names("tokens", ".parquet")), tmp_path / "x")
+    (store.root / "tokens" / "folder").mkdir()
+    rewrite_row(store, "a", lambda row: row.update(token_shard=name))
+    with pytest.raises(CorruptShard, match=r"(token_shard|which is no file|missing)"):
+        TokenCache(store.root).get("a")
+
+
+N, WIDTH = 3000, 6  # Arrow ends a page where 1,024 rows have gone into it, and it has enough
+BITS = np.random.default_rng(0).integers(-(2**15), 2**15, (N, WIDTH // 2), np.int16)
+
+
+def vectors_table(nullable: bool = False) -> pa.Table:
+    kind = pa.binary(WIDTH)
+    column = pa.FixedSizeBinaryArray.from_buffers(kind, N, [None, pa.py_buffer(BITS)])
+    field = pa.field("token", kind, nullable=nullable)
+    return pa.table({"n": pa.array(range(N)), "token": column}, schema=pa.schema([pa.field("n", pa.int64()), field]))
+
+
+def put(data: bytes, places: np.ndarray, rows: int) -> np.ndarray | None:
+    """What ``copy_vectors_to_rows`` makes of the column in the file's only row group."""
+    metadata = pq.read_metadata(io.BytesIO(data))
+    number, width = find_plain_columns(metadata)["token"]
+    pages = get_plain_page_range(metadata.row_group(0), number)
+    if pages is None:
+        return None
+    out = np.zeros((rows, width // 2), np.int16)
+    n_rows = metadata.row_group(0).num_rows
+    return out if copy_vectors_to_rows(memoryview(data)[slice(*pages)], n_rows, places, out) else None
+
+
+def written(**more) -> bytes:
+    file = io.BytesIO()
+    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True, "write_statistics": False}
+    pq.write_table(vectors_table(more.pop("nullable", False)), file, **options | more)
+    return file.getvalue()
+
+
+PAGES = {
+    "as-written-here": schema.write_parquet(vectors_table()).to_pybytes(),
+    "several": written(data_page_size=100),
+    "with-statistics": written(write_statistics=True),
+}
+
+
+@pytest.mark.parametrize("data", PAGES.values(), ids=PAGES)
+def test_rows_go_to_their_places(data):
+    order = np.random.default_rng(1).permutation(N)
+    places = np.argsort(order)
+    assert np.array_equal(put(data, places, N), BITS[order])
+    assert np.array_equal(put(data, np.arange(1500)[::-1], 1500), BITS[:1500][::-1])  # the first ones of more
+
+
+def test_other_pages_are_left_to_arrow():
+    for more in (
+        {"compression": "zstd"},
+        {"use_dictionary": True},
+        {"write_page_checksum": False},
+        {"data_page_version": "2.0"},
+        {"column_encoding": {"token": "BYTE_STREAM_SPLIT", "n": "PLAIN"}},
+    ):
+        assert put(written(**more), np.arange(N), N) is None, more
+    assert find_plain_columns(pq.read_metadata(io.BytesIO(written(nullable=True)))) == {}

@@ -58,8 +58,6 @@ def test_a_video_stands_where_a_part_says():
     last = [*TALK[:2], user([text("And"), VIDEO, text("here?")])]
     assert parsed(last) == [user([text("Who is it?")]), assistant([text("A dog.")]), last[2]]
     assert read(last)["prompt"] == "And\nhere?"
-    two = [user([VIDEO, text("Who?")]), assistant("A dog."), user([text("And"), VIDEO, text("here?")])]
-    assert parsed(two, video_id=["a", "b"])[2] == two[2]
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
@@ -91,34 +89,18 @@ def test_parts_in_parquet_have_nulls_for_what_others_have(tmp_path):
         *((given, "messages must be a list like [{") for given in ([], "Who?", {"role": "user", "content": "Who?"})),
         (["Who?"], "message 1 must be an object like"),
         ([{"role": "user"}], "message 1: content must be a text or a list of parts that is not empty, got None"),
-        ([{"content": "Who?"}], "message 1: role must be system, user, assistant, got None"),
-        (
-            [*TALK[:2], {"role": "human", "content": "Who?"}],
-            "message 3: role must be system, user, assistant, got 'hu",
-        ),
-        *(([{"role": role, "content": "x"}, *TALK], "message 1: role must be") for role in ("tool", "developer")),
+        ([*TALK[:2], {"role": "human", "content": "Who?"}], "message 3: role must be system, user, assistant, got 'hu"),
         (TALK[:2], "the last message must be of the role user, which the model answers, got assistant"),
-        ([SYSTEM], "the last message must be of the role user"),
         ([*TALK[:2], SYSTEM, TALK[2]], "message 3: a message of the role system must be the"),
         ([user("Who?"), assistant(" "), user("Why?")], "message 2: content must be a text that is not blank, got ' '"),
-        ([user("Who?"), assistant([]), user("Why?")], "message 2: content must be a text or a list of parts"),
-        ([user([text("")])], "message 1: content must be a text that is not blank"),
         ([user(["Who?"])], "message 1: a part must be an object like"),
         ([user([VIDEO])], "the last message needs a text, the question that the model answers"),
-        (
-            [user([VIDEO, VIDEO, text("Who?")])],
-            "2 parts of the type video, and video_id names 1 videos: each needs",
-        ),
+        ([user([VIDEO, VIDEO, text("Who?")])], "2 parts of the type video, and video_id names 1 videos: each needs"),
         ([user([{"type": "image"}, text("Who?")])], "message 1: a part of the type 'image': known are text and video"),
-        ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "a part of the type 'image_url'"),
         ([user([{"type": "video_url", "video_url": {"url": "x"}}])], '({"type": "video"}, where a video of video_id'),
         ([user([VIDEO | {"video": "a.mp4"}, text("Who?")])], "video is not read: leave it out; the video is named"),
-        ([user([text("Who?") | {"cache_control": {}}])], "message 1: cache_control is not read: leave it out"),
         ([user("Who?") | {"name": "Ann"}], "message 1: name is not read: leave it out"),
-        (
-            [user("Who?"), assistant([VIDEO, text("It.")]), user("Why?")],
-            "message 2: a video stands in a message",
-        ),
+        ([user("Who?"), assistant([VIDEO]), user("Why?")], "message 2: a video stands in a message"),
         ([user("\ud800")], "not valid text"),
     ],
 )
@@ -151,8 +133,7 @@ def test_what_follows_the_question_stands_behind_the_last_text_and_a_system_mess
     assert make_chat(parsed(messages), None, "") == parsed(messages)
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_a_changed_turn_is_a_changed_question_and_the_same_conversation_is_not_asked_again(tmp_path, form):
+def test_a_changed_turn_is_a_changed_question_and_the_same_conversation_is_not_asked_again(tmp_path):
     tiny_cache(tmp_path / "c")
 
     def remaining(job):
@@ -160,19 +141,17 @@ def test_a_changed_turn_is_a_changed_question_and_the_same_conversation_is_not_a
         return select_remaining_questions(job.store, live, job.questions, {"": None}, job.config, {"a"})
 
     def request(messages=None, **more):
-        return request_about(tmp_path / "c", [{**BASE, "messages": messages, **more}], format=form)
+        return request_about(tmp_path / "c", [{**BASE, "messages": messages, **more}])
 
     job = request(TALK)
     write_answers_header(job.store, job.identity)
     (question,) = job.questions.to_pylist()
-    commit_answers(job.store, "run", 0, [{**question, "status": "ok", "attempts": 1, "answer": "It runs."}], form)
+    commit_answers(job.store, "run", 0, [{**question, "status": "ok", "attempts": 1, "answer": "It runs."}])
     explicit = [user([VIDEO, text("Who is it?")]), *TALK[1:]]
     assert remaining(request(TALK)) == remaining(request(explicit)) == []
     for changed, what in (
         ([user("Who is she?"), *TALK[1:]], "1: message 1 was .*Who is it.*, is .*Who is she"),
-        ([TALK[0], assistant("A cat."), TALK[2]], "1: message 2 was .*A dog.*, is .*A cat"),
         ([*TALK[:2], user("Why?")], "1: prompt was 'What does it do.', is 'Why.'"),
-        (TALK[2:], "1: message 1 was .*Who is it.*, is .*What does it do"),
         ([*TALK[:2], user([text("What does it do?"), VIDEO])], "1: message 1 was .*video.*, is .*Who is it"),
         (None, "1: message 1 was .*Who is it.*, is None"),
     ):

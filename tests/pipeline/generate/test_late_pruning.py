@@ -81,19 +81,6 @@ class Attended(Pruner):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turned(Attended):
-    """Merges, and has an order of its own."""
-
-    merges: ClassVar[bool] = True
-    reorders: ClassVar[bool] = True
-
-    def select(self, visual, budget, ratio, seed):
-        index = super().select(visual, budget, ratio, seed).index
-        tokens = visual.tokens.flatten(0, 1)[index].float() + 1
-        return Selection(index, tokens=tokens, merged=torch.ones_like(index, dtype=torch.bool))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Matching(Attended):
     """Compares the question with the patches, as CDPruner does."""
 
@@ -129,19 +116,6 @@ class Drawn(Deep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed(Pruner):
-    """Prunes before the model, with a list among its parameters."""
-
-    name: ClassVar[str] = "listed"
-    nested: ClassVar[bool] = False
-
-    row_locations: list[int] = field(default_factory=lambda: [5, 3])
-
-    def select(self, visual, budget, ratio, seed):
-        return Selection(torch.tensor(self.row_locations[:budget]))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Unsourced(Attended):
     sources: ClassVar[MappingProxyType] = MappingProxyType({})
 
@@ -150,35 +124,21 @@ def path(kind: type[Pruner]) -> str:
     return f"{__name__}:{kind.__name__}"
 
 
-def test_evidence_has_the_shape_of_the_video_and_no_embedding_is_made():
-    visual = whole_video()
+def test_no_embedding_is_made_for_a_method_that_needs_none():
     late = LatePruning(Attended(), 0.1, evidence=ATTENTION)
-    chosen = chosen_by(late, visual)
-    best = visual.evidence["token_attention"].argsort(descending=True)[:10].sort().values
-    assert torch.equal(chosen.index, best) and torch.equal(chosen.tokens, visual.tokens[best])
-    assert torch.equal(chosen.deepstack[0], visual.deepstack[0][best]) and not chosen.evidence
-    embeddings = TextEmbeddings(None, "cpu", [late])
-    assert embeddings.embedding(late, "What?") is None and late.inside is None  # nobody is asked
-    assert late.max_tokens(T, N, D) == 10
-
-
-def test_merged_tokens_come_in_the_methods_own_order():
-    visual = whole_video()
-    chosen = chosen_by(LatePruning(Turned(), 0.1, evidence=ATTENTION), visual)
-    best = visual.evidence["token_attention"].argsort(descending=True)[:10]
-    assert torch.equal(chosen.index, best) and chosen.tokens.dtype == torch.bfloat16
-    assert torch.equal(chosen.tokens, (visual.tokens[best].float() + 1).bfloat16())
+    assert TextEmbeddings(None, "cpu", [late]).embedding(late, "What?") is None  # nobody is asked
 
 
 def test_a_method_may_match_cached_patches_or_the_tokens_themselves():
     visual, words = whole_video(), torch.randn(2, D)
-    chosen = chosen_by(LatePruning(Matching(), 0.1), visual, words)
-    match = visual.tokens.float() @ words.mean(dim=0)
-    assert set(chosen.index.tolist()) == set(match.argsort(descending=True)[:10].tolist())
-    late = LatePruning(Matching(), 0.1, evidence=(("image_embedding", "image_embedding"),))
-    patches = chosen_by(late, visual, words[:, :7])
-    match = visual.evidence["image_embedding"] @ words[:, :7].mean(dim=0)
-    assert set(patches.index.tolist()) == set(match.argsort(descending=True)[:10].tolist())
+    for evidence, patches in (
+        ((), visual.tokens.float()),
+        ((("image_embedding", "image_embedding"),), visual.evidence["image_embedding"]),
+    ):
+        asked = words[:, : patches.shape[1]]
+        chosen = chosen_by(LatePruning(Matching(), 0.1, evidence=evidence), visual, asked)
+        match = patches @ asked.mean(dim=0)
+        assert set(chosen.index.tolist()) == set(match.argsort(descending=True)[:10].tolist())
 
 
 @pytest.fixture
@@ -214,10 +174,10 @@ def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path)
 def test_tokens_in_an_order_of_their_own_are_read_by_position_where_a_method_prunes_them_now():
     declares = {"nested": False, "merges": False, "exact": True, "reorders": True}
     cached = {"pruner": {"method": "mine:Mine", "params": {}, "declares": declares}, "retention_ratio": 1.0}
-    config, late = GenerateConfig(questions="q.jsonl"), LatePruning(Listed(), 0.1)
+    config, late = GenerateConfig(questions="q.jsonl"), LatePruning(Attended(), 0.1)
     assert choose_token_order(config, cached, {"": None}) == "selection"
     assert choose_token_order(config, cached, {"": late}) == "index"
-    assert choose_token_order(config, cached, {"none@1": None, "listed@0.1": late}) == "index"
+    assert choose_token_order(config, cached, {"none@1": None, "attended@0.1": late}) == "index"
     with pytest.raises(UsageError, match="--order own"):
         choose_token_order(replace(config, order="own"), cached, {"": late})
 
@@ -229,14 +189,13 @@ def test_a_seed_that_a_method_inside_the_model_would_not_draw_by_is_refused(requ
         request_for(path(Drawn), pruner_seed=1)
 
 
-@pytest.mark.parametrize(("kind", "ratio"), [(Drawn, 0.1), (Listed, 0.0103)])
-def test_a_parameter_may_be_a_list(kind, ratio, tmp_path):
+def test_a_parameter_may_be_a_list(tmp_path):
     """A tuple is no JSON, and a list has no hash."""
     store = tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
-    asked = [{"question_id": i, "video_id": "a", "prompt": "What?", "max_new_tokens": 2} for i in range(2)]
-    job = request_about(tmp_path / "c", asked, pruner=path(kind), retention_ratio=ratio)
-    rows = [*Answerer(setup_of(store, prunings=job.setup.prunings)).answer(sent(job.questions))]
-    assert [(row["status"], row["n_kept"]) for row in rows] == [("ok", int(196 * ratio))] * 2
+    asked = [{"question_id": 1, "video_id": "a", "prompt": "What?", "max_new_tokens": 2}]
+    job = request_about(tmp_path / "c", asked, pruner=path(Drawn), retention_ratio=0.1)
+    (row,) = Answerer(setup_of(store, prunings=job.setup.prunings)).answer(sent(job.questions))
+    assert (row["status"], row["n_kept"]) == ("ok", 19)
 
 
 def test_a_text_tower_goes_with_any_method_that_matches_patches(request_for, tmp_path):
@@ -255,15 +214,6 @@ def test_on_qwen_the_language_model_embeds_the_question(request_for, tmp_path):
     assert (late.evidence, late.text_tower) == ((), None)
     model = SimpleNamespace(embedding="embedded: {}".format)
     assert TextEmbeddings(model, "cpu", [late]).embedding(late, "What?") == "embedded: What?"
-    with pytest.raises(UsageError, match=r"needs image_embedding .*qwen2_5_vl does not give it"):
-        request_for(path(Patches))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patches(Matching):
-    """Looks at patches, and not at the question's words."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"image_embedding"})
 
 
 def test_a_worker_without_the_methods_module_says_so(monkeypatch):

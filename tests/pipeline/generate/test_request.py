@@ -62,8 +62,7 @@ def test_answers_bind_once_there_is_one(cache):
     job, other = request_about(cache, ROWS), request_about(cache, ROWS, max_new_tokens=3)
     write_answers_header(job.store, job.identity)
     other.match_answers()  # of a run that ended before its first answer
-    question = job.questions.to_pylist()[0]
-    commit_answers(job.store, "run", 0, [{**question, "status": "ok", "attempts": 1}])
+    answered(job, None)
     job.match_answers()
     with pytest.raises(IdentityMismatch, match=r"decoding\.max_new_tokens: the answers have 64, this run 3"):
         other.match_answers()
@@ -115,28 +114,16 @@ def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
     assert alone.identity["prunings"].keys() == late("uniform").keys()
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "why"),
-    [
-        (("random", 0.25), ("random", 0.25, {}, None, 1), r"mine\.seed: the answers have 0, this run 1"),
-        (
-            ("gstep", 0.25, {"alpha": "0.5"}),
-            ("gstep", 0.25, {"alpha": "0.3"}),
-            r"mine\.params\.alpha: .* 0\.5,.* 0\.3",
-        ),
-    ],
-)
-def test_a_pruning_that_means_something_else_under_its_name_is_refused(whole, before, after, why):
-    answered(request_about(whole, ROWS, {**FULL, "mine": PruningSpec(*before)}), "none@1")
-    with pytest.raises(IdentityMismatch, match=rf"prunings\.{why}"):
-        request_about(whole, ROWS, {**FULL, "mine": PruningSpec(*after)})
+def test_a_pruning_that_means_something_else_under_its_name_is_refused(whole):
+    answered(request_about(whole, ROWS, {**FULL, "mine": PruningSpec("gstep", 0.25, {"alpha": "0.5"})}), "none@1")
+    with pytest.raises(IdentityMismatch, match=r"prunings\.mine\.params\.alpha: .* 0\.5,.* 0\.3"):
+        request_about(whole, ROWS, {**FULL, "mine": PruningSpec("gstep", 0.25, {"alpha": "0.3"})})
     request_about(whole, ROWS, late("uniform"))  # whose answers are not touched by it
 
 
 def test_what_a_grid_shares_binds_it_as_ever(whole):
     answered(request_about(whole, ROWS, FULL, {"protocol": "mine"}), "none@1")
     for options, about, why in (
-        ({"max_new_tokens": 3}, {"protocol": "mine"}, r"decoding\.max_new_tokens: the answers have 64, this run 3"),
         ({"order": "index"}, {"protocol": "mine"}, r"prompt\.order: the answers have 'own', this run 'index'"),
         ({}, {"protocol": "yours"}, "protocol: the answers have 'mine', this run 'yours'"),
     ):
@@ -190,7 +177,7 @@ def check(opened, source):
     check_model(opened.store, opened.identity["model"], source, partial(read_tower_hash, opened.store, opened.header))
 
 
-@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("method", list(CONFIGS)[:2])
 def test_a_quantized_language_model_is_taken_with_the_encoder_of_the_cache(opened, tmp_path, method):
     folder = quantize("tiny", method, tmp_path / "q")
     with pytest.raises(ModelError, match=f"{method}.*--engine vllm"):

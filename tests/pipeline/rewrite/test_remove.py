@@ -1,26 +1,34 @@
-"""Removal: the video is gone for every reader and for ever, its neighbours stay, and any interruption is ended."""
+"""Removal: a video is gone for ever, its neighbors stay; and small token shards are joined. Interruptions are ended."""
 
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from pipeline import TokenCache
 from pipeline.cache.header import HEADER, read_fingerprint, read_header, serialize_header
 from pipeline.cache.live import LiveVideos
-from pipeline.cache.merging import merge_table_files, merge_table_fully
-from pipeline.errors import CacheLocked, NotACache, RemovedVideo
-from pipeline.runner.claim import Claim
+from pipeline.cache.merging import merge_table_fully
+from pipeline.errors import CorruptShard, RemovedVideo, VideoFault
+from pipeline.rewrite.compact import join_tokens
+from pipeline.runner.claim import CacheLocked, Claim
 from pipeline.storage.stores import LocalStore
-from tests.builders.caches import write_header, write_shard
-from tests.pipeline.damage import stop_at_each_change
-from tests.pipeline.verifying import assert_tokens, kinds, remove, six_videos, tokens_of, verified, video_of
+from tests.builders.caches import encoded_failure, write_header, write_shard
+from tests.pipeline.damage import flip, say_what_was_committed, shards, stop_at_each_change
+from tests.pipeline.verifying import NOW, assert_tokens, kinds, remove, six_videos, tokens_of, verified, video_of
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     return six_videos(tmp_path_factory.mktemp("sound") / "c").root
+
+
+@pytest.fixture(scope="module")
+def tokens(sound) -> dict[str, torch.Tensor]:
+    return tokens_of(sound)
 
 
 @pytest.fixture
@@ -35,8 +43,8 @@ def mentions(root: Path, video_id: str) -> list[str]:
     return [name for name, rows in files.items() if any((r["video_id"], r.get("status")) in wanted for r in rows)]
 
 
-def assert_removed(store: LocalStore, sound: Path, *ids: str) -> None:
-    assert_tokens(store.root, {name: values for name, values in tokens_of(sound).items() if name not in ids})
+def assert_removed(store: LocalStore, tokens: dict[str, torch.Tensor], *ids: str) -> None:
+    assert_tokens(store.root, {name: values for name, values in tokens.items() if name not in ids})
     cache = TokenCache(store.root)
     for video_id in ids:
         assert video_id not in cache and video_id not in cache.failed and mentions(store.root, video_id) == []
@@ -46,77 +54,58 @@ def assert_removed(store: LocalStore, sound: Path, *ids: str) -> None:
     assert (report.orphans, report.counts["removed_videos"]) == ([], len(ids))
 
 
-def test_videos_are_gone_once_and_for_all_and_their_neighbours_stay_bit_for_bit(store, sound):
+def test_videos_are_gone_once_and_for_all_and_their_neighbours_stay_bit_for_bit(store, tokens):
     done = remove(store, "b", "f")
     assert (done.videos, done.unknown, done.moved) == (2, [], 3)
-    assert_removed(store, sound, "b", "f")
+    assert_removed(store, tokens, "b", "f")
     assert {row["rewritten"] for row in map(TokenCache(store.root).metadata, "ace")} == {1}
     assert TokenCache(store.root).failed == {"bad": "corrupt"}
     done = remove(store, "b", "f", reason="another reason")
     assert (done.moved, done.deleted) == (0, [])
-    assert_removed(store, sound, "b", "f")
-    write_shard(store, "late", video_of("b", 9, attempts=9), video_of("g", 3))  # of a driver that was stopped
-    with pytest.raises(RemovedVideo):
-        TokenCache(store.root).get("b")
-    assert remove(store, "b").moved == 1 and mentions(store.root, "b") == []
-    merge_table_fully(store, read_fingerprint(store))
-    assert TokenCache(store.root).video_ids == ["a", "c", "d", "e", "g"] and kinds(verified(store)) == []
-    write_shard(store, "later", video_of("b", 9, attempts=9), video_of("h", 3))
-    merge_table_fully(store, read_fingerprint(store))  # which drops the late row of b
-    assert remove(store, "b").moved == 1 and mentions(store.root, "b") == []
-
-
-def test_every_file_that_goes_is_named(store):
-    """Those that the first of its merges deleted were not."""
-    merge_table_files(store, read_fingerprint(store), everything=True)
-    before = files_of(store)
-    done = remove(store, "b")
-    gone = before - files_of(store)
-    assert len(gone) > 5 and gone <= {*done.deleted}
+    assert_removed(store, tokens, "b", "f")
+    for run, is_merged in (("late", False), ("later", True)):  # of a driver that was stopped
+        write_shard(store, run, video_of("b", 9, attempts=9), video_of(run, 3))
+        if is_merged:  # which drops the late row of b
+            merge_table_fully(store, read_fingerprint(store))
+        with pytest.raises(RemovedVideo):
+            TokenCache(store.root).get("b")
+        assert remove(store, "b").moved == 1 and mentions(store.root, "b") == []
+    assert TokenCache(store.root).video_ids == [*"acde", "late", "later"] and kinds(verified(store)) == []
 
 
 def files_of(store: LocalStore) -> set[str]:
     return {file.name for folder in ("tokens", "videos") for file in store.list_files(folder)}
 
 
-def merge_an_attempt_away(store: LocalStore) -> None:
+def test_tokens_that_no_row_names_are_gone_too(store, tokens):
+    """Of a merged row, of a killed run, and torn: nobody can say whose tokens a torn file holds."""
+    before = files_of(store)
+    killed = LocalStore(shutil.copytree(store.root, store.root.with_name("killed")))
+    write_shard(killed, "run4", video_of("b", 9))
+    (orphan,) = files_of(killed) - before - {*killed.names("videos", ".parquet")}
     write_shard(store, "run3", video_of("b", 9, attempts=3))
     merge_table_fully(store, read_fingerprint(store))
-
-
-def leave_torn_token_shards(store: LocalStore) -> None:
+    store.put(orphan, killed.read(orphan))
     whole = store.read(store.names("tokens", ".parquet")[0])
     for number, data in enumerate((b"", whole[:-50], b"PAR1" + whole[-60:])):
         store.put(f"tokens/run9-{number:016x}-{number:032x}.parquet", data)
-
-
-def leave_tokens_of_a_killed_run(store: LocalStore) -> None:
-    killed = LocalStore(shutil.copytree(store.root, store.root.with_name("killed")))
-    write_shard(killed, "run3", video_of("b", 9))
-    (orphan,) = files_of(killed) - files_of(store) - {*killed.names("videos", ".parquet")}
-    store.put(orphan, killed.read(orphan))
-
-
-@pytest.mark.parametrize("leave", [merge_an_attempt_away, leave_torn_token_shards, leave_tokens_of_a_killed_run])
-def test_tokens_that_no_row_names_are_gone_too(store, sound, leave):
-    """Nobody can say whose tokens a torn file holds, and jobs.remove ended in a ValueError."""
+    left = {name for name in files_of(store) - before if name.startswith("tokens/")}
     before = files_of(store)
-    leave(store)
-    left = files_of(store) - before
-    remove(store, "b")
-    assert left and not left & files_of(store)
-    assert_removed(store, sound, "b")
+    done = remove(store, "b")
+    gone = before - files_of(store)
+    assert len(left) == 5 and left < gone <= {*done.deleted}  # those of the first of its merges too
+    assert_removed(store, tokens, "b")
 
 
-@pytest.mark.parametrize("video_id", ["x", "x" * 5000])  # Parquet has no statistics of long texts
-def test_what_a_run_beside_another_stored_of_a_video_is_gone_too(store, sound, video_id):
+def test_what_a_run_beside_another_stored_of_a_video_is_gone_too(store):
     """Its row is dropped by a merge, and its token shard stays for another video; merged caches are alike."""
+    ids = ("x", "x" * 5000)  # Parquet has no statistics of long texts
     for run, other in (("run3", "g"), ("run4", "h")):
-        write_shard(store, run, video_of(video_id, 6), video_of(other, 7))
+        write_shard(store, run, *(video_of(video_id, 6) for video_id in ids), video_of(other, 7))
     merge_table_fully(store, read_fingerprint(store))
-    assert len(mentions(store.root, video_id)) == 3
-    remove(store, video_id)
-    assert mentions(store.root, video_id) == [] and kinds(verified(store)) == []
+    assert [len(mentions(store.root, video_id)) for video_id in ids] == [3, 3]
+    remove(store, *ids)
+    assert [mentions(store.root, video_id) for video_id in ids] == [[], []] and kinds(verified(store)) == []
     assert TokenCache(store.root).video_ids == [*"abcdefgh"]
 
 
@@ -142,22 +131,23 @@ def test_what_old_code_stored_of_a_video_is_gone_too_and_takes_no_other_video_s_
     assert [row["status"] for row in rows] == ["removed", "ok", "failed"] and store.exists(rows[1]["token_shard"])
 
 
-def test_damage_of_another_video_stops_no_removal_and_is_told(store, sound):
-    shards = {name: TokenCache(sound).metadata(name)["token_shard"] for name in TokenCache(sound)}
-    damaged = next(shard for shard in shards.values() if shard != shards["b"])
+def test_damage_of_another_video_stops_no_removal_and_is_told(store, tokens):
+    damaged = TokenCache(store.root).metadata("d")["token_shard"]
     whole = store.read(damaged)
     store.put(damaged, whole[:-50])
     done = remove(store, "b")
     assert done.unread == [damaged] and f"e.g. {damaged}, may hold tokens of the videos" in [*done.lines()][-1]
     store.put(damaged, whole)
     assert remove(store, "b").unread == []
-    assert_removed(store, sound, "b")
+    assert_removed(store, tokens, "b")
 
 
-def test_ids_without_a_row_never_get_one(store, sound):
+def test_ids_without_a_row_never_get_one(store, tokens):
+    with Claim(store, "r9", print), pytest.raises(CacheLocked, match="r9"):
+        remove(store, "x")
     done = remove(store, "x", "bad")
     assert done.unknown == ["x"] and "1 of the ids are unknown here" in list(done.lines())[-1]
-    assert_removed(store, sound, "x", "bad")
+    assert_removed(store, tokens, "x", "bad")
     empty = write_header(store.root.parent / "empty", hidden_size=8)  # it ended in a traceback
     assert remove(empty, "x").unknown == ["x"]
     with pytest.raises(RemovedVideo, match="takedown 17"):
@@ -166,28 +156,85 @@ def test_ids_without_a_row_never_get_one(store, sound):
     assert done.likely == {"d.mp4": ["d"]} and "d.mp4 was not found; did you mean d?" in list(done.lines())[-1]
 
 
-def test_whatever_is_interrupted_the_next_one_ends(tmp_path):
+def test_whatever_is_interrupted_the_next_one_ends(tokens, tmp_path):
     begun = write_header(tmp_path / "begun", hidden_size=8)
     write_shard(begun, "run", video_of("a", 0), video_of("b", 1))
-    write_shard(begun, "run2", video_of("a", 2, attempts=2), video_of("c", 3))
+    write_shard(begun, "run2", video_of("a", 2, attempts=2), video_of("c", 2))
 
     def copy(steps: int) -> Path:
         return shutil.copytree(begun.root, tmp_path / str(steps))
 
     for steps in stop_at_each_change(lambda dying: remove(dying, "a"), copy, spared="runs/.*"):
         store = LocalStore(tmp_path / str(steps))
-        assert {"b", "c"} <= {*TokenCache(store.root).video_ids}
+        assert [*TokenCache(store.root)] in ([*"abc"], [*"bc"])
         if steps % 2:  # somebody else leaves out and deletes the rows that named the tokens
             merge_table_fully(store, read_fingerprint(store))
         remove(store, "a")
         assert mentions(store.root, "a") == []
-        verified(store, clean=True)  # a token shard that was about to take the others
-        assert_removed(store, begun.root, "a")
+        if steps % 3 == 0:
+            verified(store, clean=True)  # a token shard that was about to take the others
+            assert_removed(store, {name: tokens[name] for name in "bc"}, "a")
 
 
-def test_what_cannot_be_removed_is_refused(store, tmp_path):
-    with Claim(store, "r9", print), pytest.raises(CacheLocked, match="r9"):
-        remove(store, "b")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(NotACache):
-        remove(LocalStore(tmp_path / "empty"), "b")
+@pytest.fixture
+def scattered(tmp_path):
+    scattered = write_header(tmp_path / "c", hidden_size=8)
+    for seed, name in enumerate("abcde"):
+        write_shard(scattered, f"run{seed}", video_of(name, seed))
+    write_shard(scattered, "run8", encoded_failure("bad", VideoFault("corrupt", "cut off")))
+    write_shard(scattered, "run9", video_of("a", 9, attempts=2))  # replaces the first
+    say_what_was_committed(scattered)
+    return scattered
+
+
+def join(store, keep=NOW, *size):
+    return join_tokens(store, lambda line: None, keep, *size)
+
+
+def assert_same(store, before):
+    assert_tokens(store.root, before)
+    assert TokenCache(store.root).failed == {"bad": "corrupt"}
+
+
+def test_all_become_one_and_the_old_ones_go_when_readers_had_time(scattered):
+    before, reader = tokens_of(scattered.root), TokenCache(scattered.root)
+    done = join(scattered, timedelta(hours=1))
+    assert (done.videos, len(done.read), len(done.written), done.deleted) == (5, 5, 1, [])
+    assert_same(scattered, before)
+    assert all(torch.equal(reader.get(name, order="selection").tokens, before[name]) for name in before)
+    assert len(shards(scattered)) == 7  # five old ones, the new one, and that of the first "a"
+    again = join(scattered)
+    assert (again.run_id, again.read, len(again.deleted)) == ("", [], 5)
+    assert_same(scattered, before)
+    assert len(shards(scattered)) == 2
+
+
+def test_large_ones_stay_and_bundles_are_of_the_size(scattered):
+    before, size = tokens_of(scattered.root), 3 * min(file.stat().st_size for file in shards(scattered)) - 1
+    done = join(scattered, NOW, size)
+    assert (len(done.read), len(done.written)) == (5, 2)
+    assert_same(scattered, before)
+    assert join(scattered, NOW, 2).read == []
+
+
+def test_what_is_damaged_or_written_to_is_left_as_it_was(scattered):
+    before, file = tokens_of(scattered.root), shards(scattered)[2]
+    flip(file, 100)
+    with pytest.raises(CorruptShard, match=file.name):
+        join(scattered)
+    flip(file, 100)
+    assert_same(scattered, before)
+    with Claim(scattered, "other", print), pytest.raises(CacheLocked):
+        join(scattered)
+
+
+def test_the_same_command_ends_what_was_stopped_anywhere(scattered):
+    """It stops before each change of the scattered once; the tokens are the same after each stop."""
+    before, size = tokens_of(scattered.root), 3 * min(file.stat().st_size for file in shards(scattered)) - 1
+    for _ in stop_at_each_change(lambda s: join(s, NOW, size), lambda _: scattered.root, spared=r".*\.running"):
+        assert_same(scattered, before)
+    for _ in range(2):
+        join(scattered, NOW, size)
+    assert_same(scattered, before)
+    verified(scattered, clean=True)
+    assert len(shards(scattered)) <= 4

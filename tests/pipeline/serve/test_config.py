@@ -30,7 +30,7 @@ def test_an_address_that_is_taken_or_none_of_this_machine_is_one_line():
         check_port("192.0.2.77", 8000)
 
 
-@pytest.mark.parametrize("key", [None, "", "  "])
+@pytest.mark.parametrize("key", [None, "  "])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0", "192.0.2.77", "2001:db8::1", "no-such-host.invalid"])
 def test_a_host_that_other_machines_reach_takes_a_key(monkeypatch, host, key):
     monkeypatch.delenv(KEY, raising=False)
@@ -44,10 +44,10 @@ def test_a_host_that_other_machines_reach_takes_a_key(monkeypatch, host, key):
     assert ServeConfig(host=host).needs_key
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "127.1", "localhost", "::1"])
-def test_a_loopback_host_takes_no_key(monkeypatch, host):
+def test_a_loopback_host_takes_no_key(monkeypatch):
     monkeypatch.delenv(KEY, raising=False)
-    assert not ServeConfig(host=host).needs_key
+    for host in ("127.0.0.1", "127.9.9.9", "127.1", "localhost", "::1"):
+        assert not ServeConfig(host=host).needs_key, host
 
 
 @pytest.mark.parametrize("flags", [[], ["--print-command"]])
@@ -74,9 +74,10 @@ def test_options_that_make_no_sense_are_refused(options, why):
         ServeConfig(cache="c", **options)
 
 
-def test_a_cache_has_a_name_and_an_engine_argument_is_spelled_as_vllms_command_line_spells_it():
+def test_names_of_caches_engine_arguments_and_hosts_are_read_as_they_are_meant():
     assert ServeConfig(cache="c", caches=["a=b", "c=d=e"]).parse_named_caches() == {"a": "b", "c": "d=e"}
     assert ServeConfig(cache="c", engine_param=["max-num-seqs=4"]).engine_params() == {"max_num_seqs": 4}
+    assert LiveConfig(model=MODEL, media_domain=["Videos.A.org", "b"]).list_media_hosts() == ["videos.a.org", "b"]
 
 
 @pytest.mark.parametrize(
@@ -84,23 +85,13 @@ def test_a_cache_has_a_name_and_an_engine_argument_is_spelled_as_vllms_command_l
     [
         ({"model": None}, "--model is missing"),
         ({"retention_ratio": 1.0}, "--retention-ratio must be below 1.*vllm serve MODEL alone"),
-        ({"retention_ratio": 0.0}, r"--retention-ratio must be in \(0, 1\], got 0.0"),
-        ({"retention_ratio": 25.0}, "did you mean 25%"),
         ({"num_frames": 1}, "--num-frames must be at least 2"),
-        ({"seed": -1}, "--seed must be at least 0"),
         *(
             ({"media_domain": ["b.org", name]}, "--media-domain must be a host name without a port")
-            for name in ("https://a.org", "a.org:80", "*.a.org", "a.org.", "a b", " ", "")
+            for name in ("https://a.org", "a.org:80", "*.a.org", "a.org.", "")
         ),
         ({"media_path": "/nowhere"}, "there is no such folder"),
-        ({"method_param": ["alpha"]}, "--method-param takes NAME=VALUE"),
-        ({"method_param": [" =1"]}, "--method-param takes NAME=VALUE, got ' =1'"),
-        ({"host": "0.0.0.0"}, "other machines can reach"),
-        ({"port": 0}, "--port must be"),
-        ({"tensor_parallel": 0}, "--tensor-parallel must be"),
-        ({"engine_param": ["config=vllm.yaml"]}, "--engine-param config: vLLM would not read the file"),
         ({"model": "tiny"}, "vLLM has no pruning for llava_onevision"),
-        ({"model": "tiny-internvl"}, "vLLM has no pruning for internvl"),
         ({"method": "evs"}, "--video-pruning-method evs --video-pruning-rate 0.75"),
         ({"method": "fastv"}, "looks at the question"),
         ({"method_param": ["alph=1"]}, "did you mean alpha"),
@@ -108,9 +99,7 @@ def test_a_cache_has_a_name_and_an_engine_argument_is_spelled_as_vllms_command_l
             ({"engine_param": [f"{name}=x"]}, "it follows from the model and the other flags")
             for name in ("hf_overrides", "media-io-kwargs.video", "allowed_local_media_path", "model_impl")
         ),
-        ({"engine_param": ["middleware=x"]}, "it follows from the model and the other flags"),
         ({"engine_param": ['ec_transfer_config={"ec_connector": "A"}']}, "another server has pruned"),
-        ({"engine_param": ["ec-transfer-config.ec_connector=A"]}, "another server has pruned"),
         ({"engine_param": ["kv_offloading_size=4"]}, "not tested"),
         ({"engine_param": ["pipeline_parallel_size=2"]}, "do not see the kept tokens"),
         ({"engine_param": ["enable_tower_connector_lora=true"]}, "enable_tower_connector_lora: "),
@@ -122,21 +111,12 @@ def test_what_makes_no_sense_or_vllm_would_not_prune_right_is_refused_before_it_
         check_live(LiveConfig(**{"model": MODEL, **options}))
 
 
-def test_hosts_are_compared_in_lower_case():
-    assert LiveConfig(model=MODEL, media_domain=["Videos.A.org", "b"]).list_media_hosts() == ["videos.a.org", "b"]
-
-
 def test_the_server_that_has_no_gate_is_refused(monkeypatch):
     config = LiveConfig(model=MODEL, port=8001)
     assert "--port=8001" in make_server_words(config, {"model": "m"}, "m")
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(UsageError, match="Unset VLLM_USE_RUST_FRONTEND"):
         make_server_words(config, {"model": "m"}, "m")
-
-
-def test_a_good_request_is_resolved():
-    source, live = check_live(LiveConfig(model=MODEL, method="novelty", retention_ratio=0.1, seed=3))
-    assert (source.model_type, live.method, live.retention_ratio, live.seed) == ("qwen3_vl", "novelty", 0.1, 3)
 
 
 def test_the_command_takes_options_of_its_own_behind_live(capsys):

@@ -1,4 +1,4 @@
-"""vLLM's engine and server with live pruning keep the tokens of jobs.prune and give the answers of its cache.
+"""vLLM with live pruning keeps the tokens of jobs.prune and answers as its cache does; cached videos in one's own vLLM.
 
 Steps are so short that they begin and end inside videos, and so are the blocks of the prefix cache.
 """
@@ -13,10 +13,13 @@ import pytest
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.errors import ModelError
+from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.serving.live import LIVE, LivePruning
 from gstep.serving.options import make_live_engine_options, prepare_process
-from pipeline import TokenCache
-from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
+from pipeline import TokenCache, vllm_input, vllm_options
+from pipeline.errors import UsageError
+from tests import vllm_here
+from tests.builders.answers import tiny_cache
 from tests.builders.servers import KEY, N_TOKENS, expected, fetched, parts, same, serving
 from tests.builders.servers import ask as ask_server
 from tests.pipeline.serve.live_cases import N_FRAMES, NAMES, SHORT, pruned_cache
@@ -98,13 +101,6 @@ def test_questions_at_once_get_the_answers_of_questions_alone(case):
         assert same(output.outputs[0].text, expected(cache, text, NAMES, None, model)[1])
 
 
-def test_a_prompt_without_a_video_is_answered(case):
-    *_, engine, kept = case
-    kept.clear()
-    (output,) = ask(engine, None, (), ["Who?"])
-    assert len(output.outputs[0].token_ids) > 0 and kept == []
-
-
 def test_the_model_refuses_a_connector_in_whatever_way_it_came():
     from gstep.serving.live_models import LiveQwen3VL  # noqa: PLC0415 - as above
 
@@ -168,3 +164,45 @@ def test_a_server_prunes_what_requests_bring_and_reads_nothing_else(make_cache):
         assert fetched(f"{address}/v1/chat/completions", {"messages": "x" * 9_000_000}, "POST", key=KEY)[0] == 413
         server.terminate()
         assert server.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("library") / "c"
+    tiny_cache(folder, ("a", "b"))
+    return TokenCache(folder)
+
+
+def test_an_engine_of_ones_own_answers_as_transformers_does(cache):
+    options = vllm_options(cache, dtype="float32", **vllm_here.PARAMS)
+    from vllm import EngineArgs, SamplingParams  # noqa: PLC0415 - after vllm_options
+    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
+
+    engine = LLMEngine.from_engine_args(EngineArgs(**options))
+    a, b = (cache.get(name, 0.10) for name in ("a", "b"))
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    asked = {"1": ([a], "What happens here?", None), "2": ([b, a], "Which is first?", "Be brief.")}
+    for name, (videos, prompt, system) in asked.items():
+        one = videos[0] if len(videos) == 1 else videos
+        engine.add_request(name, vllm_input(one, prompt, system=system), params)
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+    engine.engine_core.shutdown()
+    source = ModelSource.resolve("tiny")
+    model = load_language_model(source, choose_runtime("cpu", "float32"))
+    for name, (videos, prompt, system) in asked.items():
+        visuals = [video.visual for video in videos]
+        built = prompt_builder(source).build(prompt, visuals, system)
+        assert tuple(found[name]) == model.generate([built], [Decoding(max_new_tokens=6)])[0].token_ids
+
+
+def test_what_does_not_go_together_is_refused(cache):
+    with pytest.raises(UsageError, match=r"own vision encoder only\. Name the model that the cache was made with"):
+        vllm_options(cache, "tiny-qwen3-vl")
+    with pytest.raises(ValueError, match="at least one"):
+        vllm_input([], "What?")
+    with pytest.raises(ValueError, match="the text has <video>, which stands for a video"):
+        vllm_input(cache.get("a"), "What?", system="Say <video>.")
+    with pytest.raises(ValueError, match="--positions original needs transformers"):
+        vllm_input(cache.get("a"), "What?", positions="original")

@@ -65,14 +65,11 @@ def test_a_video_that_the_engine_has_no_room_for_names_the_remedies(cache):
         prompts.prompt(conversation, videos, n_tokens - 1)
 
 
-@pytest.mark.parametrize("ratio", [None, 0.1])
-def test_a_question_has_the_prompt_of_jobs_generate(cache, ratio):
+def test_a_question_has_the_prompt_of_jobs_generate(cache):
     prompts, opened = served(cache), TokenCache(cache)
-    link = "" if ratio is None else f"?retention_ratio={ratio}"
-    names = ("dir/b.mp4", "a")
-    visuals = [opened.get(name, ratio).visual for name in names]
+    visuals = [opened.get("dir/b.mp4", 0.1).visual, opened.get("a").visual]
     expected = prompts.builder.build("Why?", visuals, system="Be brief.")
-    question = user(*(video(f"cache://{n}{link}") for n in names), text("Why?"))
+    question = user(video("cache://dir/b.mp4?retention_ratio=0.1"), video("cache://a"), text("Why?"))
     prompt = built(prompts, [{"role": "system", "content": "Be brief."}, question])
     assert torch.equal(prompt.input_ids, expected.input_ids)
     for mine, theirs in zip(prompt.visuals, visuals, strict=True):
@@ -122,13 +119,9 @@ def test_a_conversation_goes_on(cache):
         (video("cache://bad"), "corrupt: damaged"),
         (video("cache://a?retention_ratio=0.9"), "stored at retention ratio 0.25; 0.9 is larger"),
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}, "'image_url': this server takes text"),
-        ({"type": "image_embeds", "image_embeds": "AAAA"}, "'image_embeds'"),
-        ({"type": "prompt_embeds", "data": "AAAA"}, "'prompt_embeds'"),
-        ({"no": "type"}, "'None'"),
         (text("a \U0010fffe of mine"), "no character"),
         (text("half \ud800 a pair"), "the text is not valid: .* surrogates not allowed"),
         ({"type": "text"}, "a part of a message lacks its 'text'"),
-        ({"type": "video_url"}, "lacks its 'video_url'"),
         ({"type": "video_url", "video_url": {}}, "lacks its 'url'"),
     ],
 )
@@ -205,15 +198,11 @@ def test_held_videos_are_served_while_the_store_is_away(cache):
     cache.with_name("away").rename(cache)
     videos.refresh()
     assert not videos.away and len(prompts.find(CacheLink("new")).result().visual.index) == 49
-
-
-def test_a_video_whose_tokens_were_deleted_is_gone_and_not_the_clients_fault(cache):
-    prompts = served(cache, refresh_seconds=3600)
-    for shard in (cache / "tokens").iterdir():
+    for shard in (cache / "tokens").glob("run-*"):
         shard.unlink()
-    with pytest.raises(VideoGone, match="missing"):
-        prompts.find(CacheLink("a")).result()
-    assert not prompts.caches[""].away
+    with pytest.raises(VideoGone, match="missing"):  # the store is there: it is no fault of the client
+        prompts.find(CacheLink("dir/b.mp4")).result()
+    assert not videos.away
 
 
 def test_a_text_that_no_prompt_holds_is_refused_before_it_is_tokenized(cache):
@@ -249,11 +238,7 @@ def test_threads_share_it(cache):
     [
         ("cache://bikes.mp4", CacheLink("bikes.mp4")),
         ("cache://a/b/c.mp4?retention_ratio=0.1", CacheLink("a/b/c.mp4", 0.1)),
-        ("cache:///absolute.mp4?retention_ratio=1", CacheLink("/absolute.mp4", 1.0)),
         ("cache://50%25%20off%3F%23.mp4", CacheLink("50% off?#.mp4")),
-        ("cache://día.mp4", CacheLink("día.mp4")),
-        ("cache:///y%3Fretention_ratio=0.5", CacheLink("/y?retention_ratio=0.5")),
-        ("cache://x?cache=d", CacheLink("x", None, "d")),
         ("cache://d%C3%ADa/%C3%B1.mp4?retention_ratio=1&cache=b%26c", CacheLink("día/ñ.mp4", 1.0, "b&c")),
         ("cache://../../etc/passwd", CacheLink("../../etc/passwd")),  # an id like any other: looked up, never opened
     ],
@@ -266,17 +251,11 @@ def test_a_link_names_a_video_a_ratio_and_a_cache(url, link):
     ("url", "why"),
     [
         ("file:///etc/passwd", "no files and no addresses"),
-        ("http://example.org/v.mp4", "is not a cached video"),
         ("data:video/mp4;base64,AAAA", "is not a cached video"),
-        ("CACHE://a", "is not a cached video"),
         ("cache://", "names no video"),
-        ("cache://?retention_ratio=0.1", "names no video"),
         ("cache://a?ratio=0.1", "unknown option 'ratio'"),
-        ("cache://a?retention_ratio=", "in \\(0, 1\\]"),
         ("cache://a?retention_ratio=0.1&retention_ratio=0.9", "says an option twice"),
         ("cache://a?retention_ratio=nan", "in \\(0, 1\\]"),
-        ("cache://a?retention_ratio=0", "in \\(0, 1\\]"),
-        ("cache://a?retention_ratio=1.5", "in \\(0, 1\\]"),
     ],
 )
 def test_what_is_no_link_says_why(url, why):

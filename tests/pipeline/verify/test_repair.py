@@ -1,8 +1,9 @@
-"""A repair: what is damaged is marked, what is sound stays bit for bit, and nothing is lost, wherever it is ended."""
+"""A repair marks what is damaged and keeps what is sound, wherever it is ended; files that no row needs are listed."""
 
 import errno
+import json
 import shutil
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import TokenCache
+from pipeline.cache.header import read_fingerprint
 from pipeline.cache.live import LiveVideos
-from pipeline.cache.merging import merge_table_files, merge_table_fully
+from pipeline.cache.merging import KEEP, merge_table_files, merge_table_fully
 from pipeline.errors import RunFailed, UsageError
 from pipeline.storage.random_access import LocalFile
-from pipeline.storage.stores import LocalStore
-from pipeline.verify.report import KEPT_IN
-from tests.builders.caches import write_header, write_shard
+from pipeline.storage.stores import FileInfo, LocalStore, ObjectStore
+from pipeline.verify.repair import UPLOAD_AGE, delete_leftovers
+from pipeline.verify.report import KEPT_IN, Kind, Report
+from tests.builders.caches import make_cache, random_tokens, write_header, write_shard
 from tests.pipeline import damage, verifying
-from tests.pipeline.damage import flip, flip_token, rewrite_row, say_what_was_committed, shards
-from tests.pipeline.verifying import assert_tokens, kinds, tokens_of, verified, video_of
+from tests.pipeline.damage import cut, flip_token, rewrite_row, say_what_was_committed, shards
+from tests.pipeline.verifying import NOW, SHAPE, assert_tokens, kinds, tokens_of, verified, video_of
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +55,8 @@ HARM = {  # and the videos that it costs
         "b",
     ),
     "a token shard gone": (lambda s: token_shard(s, "a").unlink(), "abc"),
-    "a token shard cut": (lambda s: damage.cut(token_shard(s, "a"), 1), "abc"),
     "tokens of which an earlier attempt is there": (lambda s: token_shard(s, "f").unlink(), "f"),
-    "a row without tokens of which an earlier attempt is there": (
-        lambda s: rewrite_row(s, "f", lambda row: row.update(token_shard=None)),
-        "f",
-    ),
     "a row that contradicts itself": (lambda s: rewrite_row(s, "a", lambda r: r.update(n_total=r["n_total"] + 1)), "a"),
-    "a commit gone": (lambda s: commit_of(s, "a").unlink(), "abc"),
-    "a commit damaged": (lambda s: flip(commit_of(s, "a"), 600), "abc"),
     "several commits of a run gone": (lambda s: [file.unlink() for file in map(commit_of, [s] * 2, "ad")], "abcd"),
     "a file that no run wrote": (lambda s: s.put("videos/notes.parquet", b"not ours"), ""),
 }
@@ -94,26 +90,17 @@ def test_what_was_replaced_is_kept_and_named(store):
     assert row["checksum"] in pq.read_table(store.root / KEPT_IN / Path(name).name)["checksum"].to_pylist()
     now = TokenCache(store.root).metadata("b")
     assert (now["status"], now["attempts"], now["uri"]) == ("failed", 1, "/videos/b")
-    assert len(shards(store)) == 4  # of a and c together, d, f's second, e
 
 
-def test_tokens_of_a_lost_commit_stay_until_they_are_cleaned(store):
-    """A copy of the commit may turn up."""
-    file = token_shard(store, "a")
-    say_what_was_committed(store)
-    commit_of(store, "a").unlink()
-    report = verified(store, repair=True)
-    assert file.exists() and [orphan.name for orphan in report.orphans] == [f"tokens/{file.name}"]
-    assert "--clean" in report.notes[-1]
-    verified(store, clean=True)
-    assert not file.exists() and kinds(verified(store)) == []
-
-
-def test_a_sound_cache_is_only_cleaned(store, tokens):
+def test_a_sound_cache_is_only_cleaned_and_a_removed_video_stays_so(store, tokens):
     shutil.copy(token_shard(store, "a"), store.root / "tokens" / "run0-orphan.parquet")
     report = verified(store, repair=True)
     assert report.repaired is None and report.removed == ["tokens/run0-orphan.parquet"]
     assert_tokens(store.root, tokens)
+    verifying.remove(store, "a")
+    flip_token(store.root, "b")
+    verified(store, repair=True)
+    assert TokenCache(store.root).metadata("a")["status"] == "removed"
 
 
 def test_a_cache_of_which_nothing_would_stay_is_left_alone(store):
@@ -201,13 +188,6 @@ def test_a_row_that_comes_during_a_repair_leaves_a_table_that_opens(store, monke
     assert TokenCache(store.root).failed == {"b": "io", "bad": "corrupt"} and kinds(verified(store)) == []
 
 
-def test_a_removed_video_stays_so(store):
-    verifying.remove(store, "a")
-    flip_token(store.root, "b")
-    verified(store, repair=True)
-    assert TokenCache(store.root).metadata("a")["status"] == "removed"
-
-
 def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(tokens, tmp_path):
     begun = write_header(tmp_path / "begun", hidden_size=8)
     write_shard(begun, "run", video_of("a", 0), video_of("b", 1))
@@ -226,14 +206,131 @@ def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(tokens, tmp_path):
         store = LocalStore(tmp_path / str(steps))
         verified(store, repair=True)
         assert TokenCache(store.root).failed == {"b": "io", "d": "io"}
-        assert_tokens(store.root, {"a": tokens["a"]})
+        if steps % 3 == 0:
+            assert_tokens(store.root, {"a": tokens["a"]})
 
 
-def test_a_repair_on_s3(server, sound):
-    store = verifying.copy_to_s3(LocalStore(sound), server)
-    name = TokenCache(str(store), store=store).metadata("a")["token_shard"]
-    store.put(name, store.read(name)[:-20])
-    report = verified(store, repair=True)
-    assert (kinds(report), report.repaired.moved) == ([], 0)
-    cache = TokenCache(str(store), store=store)
-    assert sorted(cache.failed) == ["a", "b", "bad", "c"] and cache.video_ids == ["d", "e", "f"]
+@pytest.fixture
+def pair(tmp_path) -> LocalStore:
+    return verifying.two_shards(tmp_path / "pair")
+
+
+def files_of(store: LocalStore) -> set[str]:
+    return {file.relative_to(store.root).as_posix() for file in store.root.rglob("*") if file.is_file()}
+
+
+def test_what_lies_about_is_listed_and_no_problem(pair):
+    (one, two) = shards(pair)
+    shutil.copy(one, pair.root / "tokens" / "run0-orphan.parquet")
+    temporary = {".tmp-x-1", "runs/.tmp-x-1", "tokens/.tmp-x-1", "videos/.tmp-x-1"}
+    for name in (*temporary, "answers/run-000000-aa.parquet"):
+        (pair.root / name).parent.mkdir(exist_ok=True)
+        (pair.root / name).write_bytes(b"PAR1")
+    write_shard(pair, "run2", video_of("a", 2, attempts=2))
+    report = verified(pair)
+    assert report.exit_code == 0 and report.orphans == [("tokens/run0-orphan.parquet", one.stat().st_size)]
+    assert {name for name, _ in report.leftovers} == temporary
+    superseded = {TokenCache(pair.root).metadata("b")["token_shard"]} ^ {f"tokens/{file.name}" for file in (one, two)}
+    assert {name for name, _ in report.superseded} == superseded
+    before, cleaned = files_of(pair), verified(pair, clean=True)
+    assert {*cleaned.removed} == before - files_of(pair) == {"tokens/run0-orphan.parquet", *temporary}
+    assert (cleaned.orphans, {*cleaned.leftovers}) == (report.orphans, {*report.leftovers})
+    assert verified(pair).orphans == [] and TokenCache(pair.root).get("a").metadata["run_id"] == "run2"
+
+
+class Growing(LocalStore):
+    """Its first listings of commits lack the first one, as a folder's may while files are added to it."""
+
+    late = 2
+
+    def list_files(self, folder: str) -> list[FileInfo]:
+        return super().list_files(folder)[self._lacking(folder) :]
+
+    def names(self, folder: str, suffix: str) -> list[str]:
+        return super().names(folder, suffix)[self._lacking(folder) :]
+
+    def _lacking(self, folder: str) -> int:
+        lacks = folder == "videos" and self.late > 0
+        self.late -= lacks
+        return int(lacks)
+
+
+def test_a_commit_that_a_listing_lacks_while_a_run_adds_others_is_not_lost(pair):
+    report = verified(Growing(pair.root))
+    assert (report.problems, report.exit_code, len(report.orphans)) == ([], 0, 1)
+
+
+def test_what_a_commit_that_came_meanwhile_may_name_is_not_removed(pair):
+    shutil.copy(shards(pair)[0], pair.root / "tokens" / "run0-orphan.parquet")
+    (orphan,) = verified(pair).orphans
+    left, commits = Report(str(pair), orphans=[orphan]), pair.names("videos", ".parquet")
+    for keep, known, note in (
+        (NOW, commits[:1], "was added meanwhile"),
+        (KEEP, commits, "younger than 10 minutes stay"),
+    ):
+        delete_leftovers(pair, left, keep, commits=known)
+        assert left.removed == [] and any(note in said for said in left.notes)
+    delete_leftovers(pair, left, NOW, commits=commits)
+    assert left.removed == [orphan.name]
+
+
+def test_uploads_on_s3_that_are_old_are_ended_and_only_below_the_prefix(server):
+    pair = ObjectStore(server.uri("c"), server.objects())
+    make_cache(pair, {"v": random_tokens(0, SHAPE)})
+    pending = server.client.create_multipart_upload(Bucket=server.bucket, Key="c/tokens/half.parquet")
+    server.client.create_multipart_upload(Bucket=server.bucket, Key="elsewhere/half.parquet")
+    report = verified(pair)
+    (upload,) = report.uploads
+    assert (upload.uri, upload.upload_id) == (server.uri("c/tokens/half.parquet"), pending["UploadId"])
+    young = Report(str(pair), uploads=report.uploads)
+    delete_leftovers(pair, young, NOW, now=upload.started + UPLOAD_AGE / 2)
+    assert young.removed == []
+    assert datetime.now(UTC) - upload.started > timedelta(hours=1)  # by the server's clock
+    (half,) = verified(pair, clean=True).removed
+    after = verified(pair)
+    assert "half.parquet" in half and (after.uploads, after.problems) == ([], [])
+    assert len(list(ObjectStore(server.uri("elsewhere"), server.objects()).uploads())) == 1
+
+
+def lose_table(store: LocalStore) -> None:
+    for folder in ("videos", "runs"):
+        shutil.rmtree(store.root / folder)
+
+
+def cut_merged_file(store: LocalStore) -> None:
+    merge_table_fully(store, read_fingerprint(store))
+    (file,) = shards(store, "videos")
+    cut(file, 100)
+
+
+FAULTS = {  # how rows are lost, the problem, and the videos that it costs
+    "the table and the runs": (lose_table, "lost", "ab"),
+    "the end of a merged file": (cut_merged_file, "commit", "ab"),
+    "a commit": (lambda store: shards(store, "videos")[0].unlink(), "lost", "a"),
+}
+
+
+@pytest.mark.parametrize(("fault", "kind", "ids"), FAULTS.values(), ids=FAULTS)
+def test_a_table_that_lost_rows_is_said_and_costs_no_token(pair, fault, kind, ids):
+    say_what_was_committed(pair)
+    tokens = {file.name for file in shards(pair)}
+    fault(pair)
+    report = verified(pair, clean=True)
+    assert {*kinds(report)} == {kind} and report.exit_code == 1 and report.removed == []
+    assert any("may name it" in note for note in report.notes)
+    said = "\n".join(report.lines())
+    assert f"{kind}, " in said and Kind(kind).remedy in said
+    repaired = verified(pair, repair=True)
+    assert kinds(repaired) == [] and repaired.exit_code == 0
+    assert not any("a run writes here" in note for note in repaired.notes)  # it is the repair itself
+    assert {*TokenCache(pair.root).failed} >= {*ids}
+    assert TokenCache(pair.root).video_ids == [name for name in "ab" if name not in ids]
+    assert {file.name for file in shards(pair)} == tokens  # a copy of the table may turn up
+
+
+def test_what_a_first_run_left_that_was_killed_is_no_loss(pair):
+    """Its record is there and names no commit."""
+    shutil.rmtree(pair.root / "videos")
+    pair.put("runs/run.json", json.dumps({"run_id": "run", "status": "running"}).encode())
+    report = verified(pair, clean=True)
+    assert report.exit_code == 0 and len(report.removed) == 2
