@@ -90,7 +90,7 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(
         return commit(*args, **more)
 
     monkeypatch.setattr(table, "commit_rows", kill_and_commit)
-    let_through(videos, 64)
+    let_through(videos, 40)
     options = [*OPTIONS, "--videos-per-shard", "4", "--decoder", "tests.jobs.hostile:CountedStuckDecoder"]
     said_by(prune, videos, "--out", cache, *options)
     visible.assert_complete(cache)
@@ -218,7 +218,7 @@ def test_three_drivers_fill_one_cache_while_one_of_them_and_two_encoders_are_kil
 
 def test_a_driver_killed_while_it_merges_the_table_leaves_a_cache_that_goes_on(cluster, videos, visible, tmp_path):
     cache = tmp_path / "c"
-    argv = [str(videos), "--out", str(cache), *OPTIONS, *ONE_WORKER, "--limit", "40"]
+    argv = [str(videos), "--out", str(cache), *OPTIONS, *ONE_WORKER, "--limit", "24"]
     driver = Driver(argv, tmp_path / "log", die_in_a_merge, RAY_ADDRESS=cluster)
     assert driver.wait() == -signal.SIGKILL, driver.output
     before = visible.check(cache)

@@ -5,6 +5,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from pipeline.generate.answers import read_answers
 from tests.builders.answers import SHAPE, tiny_cache, write_questions
 from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.builders.clips import write_clip
-from tests.builders.runs import said_by
+from tests.builders.runs import document_of, said_by
 from tests.builders.stores import serving
 from tests.jobs import poison
 from tests.jobs.faults import tiny_videos
@@ -89,7 +90,8 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
     """One by a signal, its neighbour by an error after which the GPU is of no use to the process."""
     ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison"]
-    said_by(prune, *argv, "--fps", "25", "--encode-workers", "1")
+    code, document, _ = document_of(prune, [*argv, "--fps", "25", "--encode-workers", "1"])
+    assert code == 0 and document["failures"] == {"crash": 2}
     cache = TokenCache(tmp_path / "c")
     assert cache.failed == {ids[3]: "crash", ids[4]: "crash"}
     assert cache.video_ids == sorted({*ids} - {*cache.failed})
@@ -100,6 +102,9 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
         # The other video may have been in hand at the first crash, whichever of them that was.
         assert f"crashed 2 times with this video in hand, on {socket.gethostname()}; " in row["error_message"]
         assert why in row["error_message"]
+    said = Path(document["log"]).read_text()  # what the dying workers said
+    assert said.count(" a worker of encode on ") >= 3  # two videos, each tried twice; the last crash may come late
+    assert f"    {ids[4]}: CUDA error: an illegal memory access was encountered" in said
 
 
 def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundle_and_pass(one_ray, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 from jobs import testbed
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.shapes import layout
-from tests.builders.runs import run, said_by
+from tests.builders.runs import said_by
 
 
 def make(folder, *options, code=0):
@@ -37,14 +37,6 @@ def test_a_folder_is_made_that_the_benchmark_reads_and_the_same_command_again_is
     rows = (8 + 16 + 32) // 8
     assert picture.shape == (2 * (rows * 96 + 2 * 4), 2 * 8 * 96, 3)
     assert np.unique(picture.reshape(-1, 3), axis=0).shape[0] > 100
-
-
-def test_two_processes_write_the_same_bytes(tmp_path):
-    make(tmp_path / "here", "--hardness", "mixed")
-    argv = ("make", str(tmp_path / "there"), "--videos", "3", "--hardness", "mixed")
-    done = run("jobs.testbed", *argv, PYTHONHASHSEED="3")
-    assert done.returncode == 0, done.stdout
-    assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "there")
 
 
 def test_options_choose_the_videos(tmp_path):
