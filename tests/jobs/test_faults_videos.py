@@ -102,9 +102,8 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
         # The other video may have been in hand at the first crash, whichever of them that was.
         assert f"crashed 2 times with this video in hand, on {socket.gethostname()}; " in row["error_message"]
         assert why in row["error_message"]
-    said = Path(document["log"]).read_text()  # what the dying workers said
-    assert said.count(" a worker of encode on ") >= 3  # two videos, each tried twice; the last crash may come late
-    assert f"    {ids[4]}: CUDA error: an illegal memory access was encountered" in said
+    log = Path(document["log"]).read_text()
+    assert log.count(" a worker of encode on ") >= 3  # two videos, each tried twice; the last crash may come late
 
 
 def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundle_and_pass(one_ray, tmp_path):
