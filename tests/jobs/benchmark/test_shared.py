@@ -2,20 +2,14 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from gstep.backbones import ModelSource
 from jobs.benchmark import shared
-from jobs.benchmark.pipeline_work import KEPT_BYTES_PER_FRAME, SIDE
 from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, classify_process, run_in_turn
-from jobs.benchmark.sleeping import FAMILY, write_model
 from jobs.benchmark.tokens import INPUTS
-from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from tests.waiting import wait_until
 
 RAY = "/venv/lib/python3.11/site-packages/ray"
@@ -78,17 +72,3 @@ def test_made_up_tokens_are_seeded_finite_and_no_two_are_the_same():
         tokens = make(20, 36, 48)
         assert torch.equal(tokens, make(20, 36, 48)) and tokens.isfinite().all()
         assert len(torch.unique(tokens.flatten(0, 1), dim=0)) == 20 * 36
-
-
-def test_a_sleeping_backbone_sleeps_once_a_video_and_its_tokens_have_the_size_of_a_quarter(tmp_path):
-    source = ModelSource.resolve(write_model(tmp_path / "model", 0.02), family=FAMILY)
-    setup = EncodeSetup(source, "random", 0.25, device="cpu")
-    assert setup.estimate_video_bytes(2, SIDE, SIDE) == 2 * KEPT_BYTES_PER_FRAME
-    encoder, started = VideoEncoder(setup), time.perf_counter()
-    record = {"video_id": "a", "status": "ok", "height": SIDE, "width": SIDE, "fps": 30.0, "clip_frames": 2}
-    record |= {"frame_indices": [0, 1], "timestamps": [0.0, 0.1]}
-    frames = np.zeros((2, SIDE, SIDE, 3), np.uint8)
-    first, second = (encoder.encode_video_alone(record, frames) for _ in range(2))
-    assert time.perf_counter() - started >= 2 * 0.02 and first.record["encode_s"] >= 0.02
-    assert first.kept.tokens.nbytes == 2 * KEPT_BYTES_PER_FRAME and sorted(first.kept.rank) == list(range(2 * 49))
-    assert np.array_equal(first.kept.tokens, second.kept.tokens)
