@@ -30,7 +30,7 @@ from tests.builders.clips import add_stream, encode
 from tests.builders.runs import committed
 from tests.waiting import wait_until
 
-N_VIDEOS, N_FRAMES = 72, 2
+N_VIDEOS, N_FRAMES = 112, 2
 OPTIONS = ["--num-frames", str(N_FRAMES), "--log-interval", "5"]
 FAST_BEAT, STOPS = 2.0, "the third commit comes now"
 COUNTED = "tests.jobs.hostile:CountedDecoder"

@@ -16,7 +16,6 @@ from gstep.methods import METHODS
 from jobs import evaluate
 from pipeline import TokenCache, read_answers
 from pipeline.evaluate.benchmarks import BENCHMARKS
-from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.engines.vllm import VllmEngine
@@ -92,9 +91,7 @@ def test_tables_and_page_are_written(results):
         assert name in markdown and name in latex
     cut = Counter(row["pruning"] for row in read_answers(results / "answers").to_pylist() if row["finish"] == "length")
     rows = json.loads((results / "tables.json").read_text())[0]["rows"]
-    assert {f"{row['method']}@{row['retention_ratio']:g}": row["n_cut"] for row in rows} == {
-        arm: cut[arm] for arm in ARMS
-    }
+    assert [row["n_cut"] for row in rows] == [cut[f"{row['method']}@{row['retention_ratio']:g}"] for row in rows]
     assert sum(cut.values()) > 0 and f"Cut: {sum(cut.values())} of {len(scores_of(results))} replies" in latex
     page = (results / "report.html").read_text()
     assert "VideoMME" in page and "missing-video" in page and "http://" not in page.replace("http://www.w3.org", "")
@@ -161,8 +158,6 @@ def test_every_method_of_the_table_joins_by_its_name_and_those_that_need_evidenc
     assert set(everything_asked(out).values()) == {1}
     scores = scores_of(out)
     assert set(scores["method"].to_pylist()) == {"none", *methods} and set(scores["status"].to_pylist()) == {"ok"}
-    config = EvaluateConfig(benchmark="x", method=methods, retention_ratio=[0.25])
-    assert set(config.grid()) == {"none@1", *(f"{name}@0.25" for name in methods)}
 
 
 def test_frames_by_time_and_a_closed_thought(tmp_path):
@@ -233,8 +228,6 @@ def test_every_clip_and_folder_of_frames_is_encoded_once_and_every_question_is_a
     frames = cache.get(f"video/tvqa/frames_fps3_hq/{FRAMES}#t=0,4").metadata
     assert (frames["backend"], frames["fps"], frames["clip_frames"]) == (JPEGS, 3.0, 12)
     assert frames["frame_indices"] == [0, 3, 7, 11]  # of 00001.jpg to 00012.jpg
-    evaluated(
-        data, out, *grid, "uniform", benchmark="mvbench"
-    )  # goes on: no video is taken for changed, and none encoded again
+    evaluated(data, out, *grid, "uniform", benchmark="mvbench")  # no video is taken for changed, or encoded again
     assert Counter(committed(cache.store)) == Counter({item.video_id for item in items})
     assert len(pq.read_table(out / "scores.parquet")) == 3 * len(items)

@@ -119,7 +119,7 @@ def test_nothing_is_asked_twice_and_a_changed_question_is_refused(first, cache, 
     assert sorted(first[1].rglob("*")) == before
 
 
-def test_every_video_is_asked_the_same_without_a_file_and_goes_on_so(cache, tmp_path, monkeypatch):
+def test_every_video_is_asked_the_same_without_a_file_and_goes_on_so(cache, tmp_path):
     asked = [str(cache), "--ask", "What is this?", "--ask", "Why?", "--out", str(tmp_path / "o"), *OPTIONS]
     assert generate.main([*asked, "--limit", "3"]) == 0
     first = read_answers(tmp_path / "o")
@@ -129,12 +129,9 @@ def test_every_video_is_asked_the_same_without_a_file_and_goes_on_so(cache, tmp_
     assert sorted((row["video_ids"], row["prompt"]) for row in answers.values()) == sorted(
         ([video], text) for video in VIDEOS for text in ("What is this?", "Why?")
     )
-    assert set(answers) == {f"{video}#{text}" for video in VIDEOS for text in ("300f2329", "9de66f2c")}
     assert [answers[row["question_id"]] for row in first.to_pylist()] == first.to_pylist()  # none asked again
     summary = answer_questions(cache, ask=["Why?"], out=tmp_path / "o", retention_ratio=0.10, max_new_tokens=6)
     assert (summary.n_ok, summary.n_new) == (2, 0)
-    forbid_ray(monkeypatch)
-    assert "2 of 2 questions have their answers already" in said_by(generate, *asked[:3], *asked[5:])
 
 
 def test_neither_batches_nor_workers_nor_formats_change_an_answer(first, cache, tmp_path):

@@ -23,6 +23,7 @@ TYPES = {"gpt": "gpt2", "mini": "qwen3_vl_mini", "pickled": "llava_onevision"}
 MODELS = {"code": CODE, **{name: {"model_type": model_type} for name, model_type in TYPES.items()}}
 FILES = {
     "outside.jsonl": '{"video_id": "in", "uri": "a.mp4"}\n{"video_id": "out", "uri": "/etc/hostname"}',
+    "surrogate.jsonl": '{"video_id": "\\ud800", "uri": "a.mp4"}',
     "listed.jsonl": '{"video_id": "a", "uri": "a.mp4"}\n',
     **{"a.mp4": "no video", "notes.txt": "no video", "ids": "a"},
     "code/model.py": "raise SystemExit('the code was run')",
@@ -68,6 +69,7 @@ REFUSED = {
         ("x" * 300, "xxx: cannot be read: File name too long"),
         ("notes.txt --dry-run", "notes.txt is not a video container; it looks like text; name a video"),
         ("outside.jsonl --dry-run", "1 of 2 videos may not be read, so nothing was started: 1: the path resolves"),
+        ("surrogate.jsonl", "video_id is not valid text"),
         ("videos --pruner magic", "gstep"),
         ("videos --pruner-param gamma=1", "alpha"),
         ("videos --max-pixels 1000", "one size"),

@@ -1,4 +1,4 @@
-"""What benchmarks share: processes that are watched, ways that run in turn, made-up tokens, a family that sleeps."""
+"""What benchmarks share: processes that are watched, ways that run in turn, made-up tokens."""
 
 import subprocess
 import sys

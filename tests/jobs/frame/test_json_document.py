@@ -72,7 +72,6 @@ def test_a_reader_that_does_not_wait_for_the_document_is_no_error():
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (RunFailed("no [room]"), 1),
         (UsageError("no such flag"), 2),
         (KeyboardInterrupt("ended early"), 130),
         (ZeroDivisionError("a bug"), None),
