@@ -228,6 +228,13 @@ def test_where_tokens_are_missing_the_source_is_encoded_again_once_by_the_cache_
 
 
 @pytest.mark.slow
+def test_the_checkpoint_of_evidence_is_the_one_of_the_cache_s_run(caches):
+    found = compared(caches, "fastvid", ["fastvid", "gstep"], video_roots=[str(caches / "v")])
+    stored = TokenCache(caches / "fastvid").get("bikes.mp4")
+    assert torch.equal(found.selections["fastvid", 0.25].index, stored.index) and found.origin.endswith("of the cache.")
+
+
+@pytest.mark.slow
 def test_a_selection_of_the_cache_that_the_source_does_not_give_again_is_noted(caches, monkeypatch):
     encode = Backbone.encode
 
