@@ -75,7 +75,7 @@ def nothing_computed(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_computed")
-@pytest.mark.parametrize("name", ["cache", "compacted"])
+@pytest.mark.parametrize(("stored", "name"), [(VERSIONS[0], "cache"), (VERSIONS[1], "compacted")], indirect=["stored"])
 def test_a_cache_is_read_verified_inspected_and_resumed(stored, name, sources):
     cache = TokenCache(stored / name)
     assert cache.video_ids == ["a.mp4", "b.mp4"] and len(cache.get("a.mp4").tokens) == 39
@@ -119,7 +119,7 @@ def test_new_videos_and_new_questions_join_the_stored_rows(stored, sources):
 
 
 @pytest.mark.usefixtures("nothing_computed")
-@pytest.mark.parametrize("name", ["answers", "lines"])
+@pytest.mark.parametrize(("stored", "name"), [(VERSIONS[0], "lines"), (VERSIONS[1], "answers")], indirect=["stored"])
 def test_answers_are_read_inspected_resumed_scored_and_merged(stored, name):
     table = read_answers(name)
     assert table.column_names == [*ANSWER_SCHEMA.names, "topic"]
