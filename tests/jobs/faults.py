@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -58,16 +57,6 @@ def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:
     process = context.Process(target=target, args=args)
     process.start()
     return process
-
-
-def write_random_id(log: str) -> None:
-    """Write an id that Ray draws in a thread of this process, as a driver that joins a cluster draws its ids."""
-    from ray import ObjectRef  # noqa: PLC0415
-
-    begin_forked(log, {})
-    thread = threading.Thread(target=lambda: print(ObjectRef.from_random().hex()))
-    thread.start()
-    thread.join()
 
 
 def die_at_call(number: int, methods: tuple[str, ...], command: list[str], log: Path) -> int | None:

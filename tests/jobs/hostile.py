@@ -9,10 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.video.decoders import PyavDecoder
 from pipeline.video.probe import VideoIndex
 from tests.waiting import wait_until
@@ -141,15 +139,3 @@ class MarkingDecoder(PyavDecoder):
     def __init__(self, index: VideoIndex) -> None:
         Path(f"{index.path}.opened").touch()
         super().__init__(index)
-
-
-class HangingAnswerer:
-    """In place of the real one: it takes a question and never answers it."""
-
-    def __init__(self, setup: object, heartbeats: object) -> None:
-        self._heartbeat = Heartbeat("answer", heartbeats)
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        with self._heartbeat.hold_items("q00"):
-            time.sleep(3600)
-        return batch

@@ -61,14 +61,16 @@ def idle(monkeypatch):
     forbid_models(monkeypatch)
 
 
-def test_of_a_run_that_has_ended_no_process_is_left(one_ray, folder):
-    before = Counter(family(os.getpid()).values())
-    pruned(folder)
-    left = "ray::Heartbeats", "ray::Writer", "ray::MapWorker"
-    wait_until(
-        lambda: not [title for title in Counter(family(os.getpid()).values()) - before if title.startswith(left)],
-        lambda: family(os.getpid()),
-    )
+@pytest.fixture(scope="module")
+def half(one_ray, clip, tmp_path_factory) -> Path:
+    """A folder of a.mp4, which is no video, to f.mp4, of which the first three are done in two shares."""
+    folder = copies(tmp_path_factory.mktemp("half"), clip, "abcdef")
+    (folder / "videos/a.mp4").write_text("no video" * 100)
+    first, second = (pruned(folder, "--limit", share, code=code) for share, code in (("1", 1), ("2", 0)))
+    assert "1 of 6 videos still to do (--limit 1)" in first  # the exit code speaks of the share alone
+    assert "0 ok, 1 failed, 0 without a row, 5 wait for another run" in first
+    assert "2 ok, 1 failed, 0 without a row, 3 wait for another run" in second
+    return folder
 
 
 def tree(folder: Path) -> dict[Path, int]:
@@ -83,24 +85,6 @@ def marks(folder: Path) -> set[str]:
     return set(found)
 
 
-@pytest.fixture(scope="module")
-def half(one_ray, clip, tmp_path_factory):
-    """Of a.mp4, which is no video, to f.mp4 the first three, done in two shares: (folder, what both runs said)."""
-    folder = copies(tmp_path_factory.mktemp("half"), clip, "abcdef")
-    (folder / "videos/a.mp4").write_text("no video" * 100)
-    return folder, [pruned(folder, "--limit", share, code=code) for share, code in (("1", 1), ("2", 0))]
-
-
-def test_a_limit_does_a_share_of_which_the_exit_code_speaks(half):
-    folder, (first, second) = half
-    assert "1 of 6 videos still to do (--limit 1)" in first
-    assert "0 ok, 1 failed, 0 without a row, 5 wait for another run" in first
-    assert "2 ok, 1 failed, 0 without a row, 3 wait for another run" in second
-    assert TokenCache(folder / "cache").video_ids == ["b.mp4", "c.mp4"]
-    records = [json.loads(file.read_text()) for file in sorted((folder / "cache/runs").iterdir())]
-    assert sorted((record["videos"], record["summary"]["n_waiting"]) for record in records) == [(1, 5), (2, 3)]
-
-
 def test_a_dry_run_on_nothing_leaves_nothing(folder, idle):
     (folder / "videos/b.mp4").write_text("no video" * 100)
     before = tree(folder)
@@ -111,20 +95,12 @@ def test_a_dry_run_on_nothing_leaves_nothing(folder, idle):
         f"2 x 196 = 392 tokens, 98 kept in {98 * 64 * 2:,} bytes; {98 * 64 * 2:,} bytes for 1 video",
         "first a.mp4 identity",
         "dtype.compute auto",
-        "vision part checked: the checkpoint has all its tensors, by their names; no weight was read",
-        "transformers checked: tokenizer, chat template and config make prompts",
     ):
         assert said in text
-    other = pruned(folder, "--dry-run", "--model", "tiny-qwen3-vl")
-    assert "largest 1 x " in other and "of full HD and full length" in other
-    argv = (folder / "videos", "--out", folder / "cache", "--dry-run", "--model", "tiny-qwen3-5", "--fps", 1)
-    minute = said_by(prune, *argv)
-    assert "a minute 1,980 tokens, 495 kept in 63,360 bytes" in minute
-    assert "at most 768 per video (--max-frames)" in minute and "the stock processor samples 2 frames a" in minute
 
 
 def test_a_dry_run_says_what_a_run_would_do(half, idle):
-    folder, _ = half
+    folder = half
     rows = [{"video_id": f"{name}.mp4", "uri": f"videos/{name}.mp4"} for name in "abd"]
     rows += [{"video_id": "evil", "uri": "/etc/hostname"}, {"video_id": "far", "uri": "https://user:pw@host/v.mp4"}]
     (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -141,7 +117,7 @@ def test_a_dry_run_says_what_a_run_would_do(half, idle):
 
 
 def test_a_dry_run_refuses_a_place_and_a_changed_file_likewise(half, idle, clip):
-    folder, _ = half
+    folder = half
     with Claim(LocalStore(folder / "cache"), "first", print):
         text = pruned(folder, "--dry-run", code=2)
     assert "another run writes here" in text and "first" in text
@@ -153,9 +129,11 @@ def test_a_dry_run_refuses_a_place_and_a_changed_file_likewise(half, idle, clip)
 
 
 def test_the_next_run_goes_on_from_a_share(half):
-    folder, _ = half
-    assert "5 ok, 1 failed, 0 without a row tokens" in pruned(folder, "--limit", "9")
-    assert [row["video_id"] for row in rows_of(folder)] == [f"{name}.mp4" for name in "abcdef"]
+    assert TokenCache(half / "cache").video_ids == ["b.mp4", "c.mp4"]
+    assert "5 ok, 1 failed, 0 without a row tokens" in pruned(half, "--limit", "9")
+    assert [row["video_id"] for row in rows_of(half)] == [f"{name}.mp4" for name in "abcdef"]
+    records = [json.loads(file.read_text()) for file in (half / "cache/runs").iterdir()]
+    assert sorted((record["videos"], record["summary"]["n_waiting"]) for record in records) == [(1, 5), (2, 3), (3, 0)]
 
 
 def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(one_ray, folder, monkeypatch):
@@ -181,7 +159,9 @@ def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(one_ray, folde
     assert done["encoder_busy"] < 1
 
 
-def test_two_threads_fill_two_caches_on_the_ray_of_this_process(one_ray, folder):
+def test_two_threads_fill_two_caches_on_the_ray_of_this_process_and_leave_no_process(one_ray, folder):
+    before = Counter(family(os.getpid()).values())
+
     def filled(name: str) -> Summary:
         return pipeline.prune_videos(folder / "videos", out=folder / name, num_frames=2, progress=False)
 
@@ -189,6 +169,11 @@ def test_two_threads_fill_two_caches_on_the_ray_of_this_process(one_ray, folder)
         summaries = list(pool.map(filled, ("one", "other")))
     assert [summary.n_ok for summary in summaries] == [2, 2]
     assert TokenCache(folder / "one").video_ids == TokenCache(folder / "other").video_ids == ["a.mp4", "b.mp4"]
+    left = "ray::Heartbeats", "ray::Writer", "ray::MapWorker"
+    wait_until(
+        lambda: not [title for title in Counter(family(os.getpid()).values()) - before if title.startswith(left)],
+        lambda: family(os.getpid()),
+    )
     assert ray.is_initialized()
 
 
@@ -213,14 +198,6 @@ def test_odd_names_are_ids_like_any_other_and_files_that_come_later_are_for_the_
     assert cache.video_ids == sorted(f"{name}.mp4" for name in (*ODD, *ODDER))
     assert all(len(cache.get(video_id).tokens) for video_id in cache.video_ids)
     assert f"{len(cache)} of {len(cache) + 1} videos are in the cache already" in pruned(tmp_path)
-
-
-def test_an_input_output_error_is_an_error_row_of_class_io(one_ray, folder):
-    rows = [{"video_id": "broken", "uri": "/proc/self/mem"}, {"video_id": "ok", "uri": "videos/a.mp4"}]
-    (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    text = pruned(folder, "--video-root", "/proc", videos="m.jsonl")
-    assert "1 ok, 1 failed" in text and "Input/output error" in text
-    assert {row["video_id"]: row["error_class"] for row in rows_of(folder)} == {"broken": "io", "ok": None}
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -266,23 +243,6 @@ def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_
     assert cache.video_ids == ["a", "gone"] and len(cache.get("gone").index) == 98
 
 
-def test_a_run_says_what_the_table_has_lost_until_it_is_there_again(one_ray, folder, clip):
-    shutil.copy(clip, folder / "videos/b.mp4")
-    for name in "ab":
-        row = {"video_id": name, "uri": f"videos/{name}.mp4"}
-        (folder / f"{name}.jsonl").write_text(json.dumps(row))
-        pruned(folder, videos=f"{name}.jsonl")
-    (folder / "cache" / sorted(LocalStore(folder / "cache").names("videos", ".parquet"))[-1]).unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        forbid_ray(patch)
-        text = pruned(folder, videos="a.jsonl", code=1)
-    assert "1 committed video without a row in any file of videos/ (b)" in text and "--repair" in text
-    text = pruned(folder, videos="b.jsonl")
-    assert text.count("without a row in any file") == 1  # at the start; the row is there in the end
-    pruned(folder, videos="a.jsonl")
-    assert TokenCache(folder / "cache").video_ids == ["a", "b"]
-
-
 def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, folder, clip, monkeypatch):
     keys = {name: f"planted-{name}" for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")}
     for name, value in {**keys, "ENDPOINT_URL": "http://127.0.0.1:9/planted-path"}.items():
@@ -291,7 +251,7 @@ def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, fo
     shutil.copy(clip, folder / "videos/crash.mp4")
     uris = {
         **{"a": "videos/a.mp4", "crash": "videos/crash.mp4", "cut": "videos/b.mp4"},
-        **{"gone 1": "videos/gone.mp4", "gone 2": "videos/nor-this.mp4"},
+        **{"broken": "/proc/self/mem", "gone": "videos/gone.mp4"},
         "user": "https://planted-user-04:planted-pass-05@host/v.mp4?X-Amz-Signature=planted-sign-06",
         "query": "s3://bucket/v.mp4?X-Amz-Signature=planted-sign-06",
         "info": "s3://planted-user-04:planted-pass-05@bucket/v.mp4",
@@ -299,17 +259,19 @@ def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, fo
     }
     (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
     endpoint = "http://planted-user-04:planted-pass-05@127.0.0.1:9/?key=planted-sign-06"
-    options = ["--video-root", "s3://bucket", "--s3-endpoint", endpoint, "--on-forbidden", "record"]
+    options = ["--video-root", "s3://bucket", "--video-root", "/proc", "--s3-endpoint", endpoint]
+    options += ["--on-forbidden", "record"]
     text = pruned(folder, *options, "--decoder", "tests.jobs.hostile:HostileReader", videos="m.jsonl")
     cache = TokenCache(folder / "cache")
     assert cache.failed == {
-        **dict.fromkeys(("gone 1", "gone 2", "far"), "io"),
+        **dict.fromkeys(("broken", "gone", "far"), "io"),
         **dict.fromkeys(("user", "query", "info"), "policy"),
         "cut": "corrupt",
         "crash": "crash",
     }
     table = text.partition("failed videos")[2]
-    for shown in ("io 3 gone 1:", "policy 3 user:", "crash 1 crash:", "corrupt 1 cut: the file is cut off"):
+    told = ("io 3 broken:", "Input/output error", "policy 3 user:", "crash 1 crash:", "corrupt 1 cut: the file is")
+    for shown in told:
         assert shown in table, table
     assert "--video-root" in table and "re-encode" in table and table.index("io 3") < table.index("corrupt 1")
     assert cache.metadata("user")["uri"] == "https://host/v.mp4"
@@ -319,8 +281,7 @@ def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, fo
     assert [path for path in folder.rglob("*") if path.is_file() and b"planted-" in path.read_bytes()] == []
 
     row = cache.metadata("crash")
-    wanted = {"status": "failed", "error_class": "crash", "error_stage": "decode", "attempts": 1, "retryable": True}
-    assert {name: row[name] for name in wanted} == wanted
+    assert (row["error_stage"], row["attempts"], row["retryable"]) == ("decode", 1, True)
     assert row["error_signal"] == signal.SIGSEGV and row["source_size"] == clip.stat().st_size
     assert row["backend"] == "tests.jobs.hostile:HostileReader" and row["backend_version"]
     assert row["run_id"] and row["uri"].endswith("crash.mp4") and row["error_message"] and row["decode_s"] > 0
@@ -330,28 +291,20 @@ CAPPED = "1 video was capped at 6 frames (lowest rate 0.3 frames per second, of 
 FILLED = "1 short video got more frames than --fps 1 gives, since this model takes at least 4"
 
 
-@pytest.mark.parametrize(("model", "n_filled"), [("tiny", 0), ("tiny-qwen3-vl", 1)])
-def test_capped_and_filled_videos_are_in_the_summary_and_in_the_record(one_ray, tmp_path, monkeypatch, model, n_filled):
+def test_capped_and_filled_videos_are_in_the_summary_and_in_the_record(one_ray, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     (tmp_path / "videos").mkdir()
     write_clip(tmp_path / "videos/long.mp4", count=100, fps=5)
     write_clip(tmp_path / "videos/half.mp4", count=12, fps=24)
     (tmp_path / "videos/notes.txt").write_text("no video")
-    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--model", model, "--fps", "1", "--max-frames", "6"]
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--model", "tiny-qwen3-vl", "--fps", "1"]
+    argv += ["--max-frames", "6"]
     said = said_by(prune, *argv)
-    assert said.count(CAPPED) == 1 and said.count(FILLED) == n_filled
+    assert said.count(CAPPED) == said.count(FILLED) == 1
     assert f"left out 1 other file ({tmp_path}/videos/notes.txt)" in said
     (file,) = (tmp_path / "c/runs").glob("*.json")
     limits = json.loads(file.read_text())["summary"]["frame_limits"]
     assert (limits["n_capped"], limits["lowest_fps"], limits["longest"]) == (1, pytest.approx(0.3), "long.mp4")
-    assert (limits["n_filled"], limits["filled"]) == (n_filled, ["half.mp4"] * n_filled)
+    assert (limits["n_filled"], limits["filled"]) == (1, ["half.mp4"])
     code, document, _ = document_of(prune, argv)
     assert code == 0 and document["n_new"] == 0 and document["frame_limits"] == limits
-
-
-def test_a_run_without_a_capped_video_says_nothing_of_it(one_ray, tmp_path):
-    write_clip(tmp_path / "a.mp4", count=10)
-    for name, options in (("rate", {"fps": 1.0}), ("number", {"num_frames": 2})):
-        summary = pipeline.prune_videos(tmp_path / "a.mp4", out=tmp_path / name, progress=False, **options)
-        assert "frames " not in str(summary) and summary.n_ok == 1
-        assert (summary.frame_limits is None) == ("num_frames" in options)

@@ -1,19 +1,15 @@
 """jobs.compact, jobs.remove and jobs.merge as commands: what they say, their exit codes, their documents."""
 
 import json
-import signal
 
 import pytest
-import torch
 
-from jobs import compact, inspect, merge, remove, verify
+from jobs import compact, inspect, merge, remove
 from pipeline import TokenCache
 from pipeline.errors import RemovedVideo
 from pipeline.storage.stores import LocalStore
 from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 from tests.builders.runs import document_of, said_by
-from tests.jobs.faults import die_at_call
-from tests.jobs.test_faults_stores import SmallDisk
 from tests.pipeline.damage import say_what_was_committed
 from tests.pipeline.rewrite.test_merge import cache_of
 
@@ -45,21 +41,10 @@ def test_files_of_others_stop_nothing(cache):
     assert (cache / "tokens" / "all.parquet").exists()
 
 
-def test_damage_changes_nothing(cache):
-    (file, *_) = (cache / "videos").iterdir()
-    file.write_bytes(file.read_bytes()[:-1])
-    before = sorted((cache / "videos").iterdir())
-    assert "hash in its name" in said_by(compact, cache, code=1) and sorted((cache / "videos").iterdir()) == before
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_lost_rows_are_said_and_are_no_success(cache, merged):
+def test_lost_rows_are_said_and_are_no_success(cache):
     say_what_was_committed(LocalStore(cache))
-    assert compact.main([str(cache)]) == inspect.main([str(cache)]) == 0
-    if merged:
-        assert compact.main([str(cache), "--keep-minutes", "0"]) == 0
-    for file in sorted((cache / "videos").iterdir())[-1:] if merged else (cache / "videos").glob("*"):
-        file.unlink()
+    assert compact.main([str(cache)]) == compact.main([str(cache), "--keep-minutes", "0"]) == 0
+    sorted((cache / "videos").iterdir())[-1].unlink()
     for command in (inspect, compact):
         told = said_by(command, cache, code=1)
         assert "3 committed videos without a row in any file of videos/ (a, b, c)" in told and "--repair" in told
@@ -88,58 +73,10 @@ def test_a_video_is_removed_by_name(cache, tmp_path):
     assert (record["reason"], record["removed"], record["status"]) == ("licence ended", 1, "finished")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("touches", [0, 2, 4])
-def test_a_kill_loses_and_doubles_nothing(cache, tmp_path, touches):
-    """The first touch puts the merged file, the others delete the three files whose rows it has."""
-    before = {name: TokenCache(cache).get(name).tokens for name in "abc"}
-    command = ["jobs.compact", str(cache), "--keep-minutes", "0"]
-    for _ in range(2):  # one run merges, the next deletes what was merged
-        ended = die_at_call(touches, ("put", "delete"), command, tmp_path / "log")
-        assert ended in {0, -signal.SIGKILL}, (tmp_path / "log").read_text()
-        now = TokenCache(cache)
-        assert now.video_ids == ["a", "b", "c"] and all(torch.equal(now.get(name).tokens, before[name]) for name in now)
-    assert (ended == 0) == (touches >= 3)
-    for _ in range(2):
-        assert compact.main([str(cache), "--keep-minutes", "0"]) == verify.main([str(cache)]) == 0
-    assert len(list((cache / "videos").iterdir())) == 1
-
-
 def test_two_caches_become_one(tmp_path):
     cache_of(tmp_path / "a", {"one": 1, "both": 2}, "a")
     cache_of(tmp_path / "b", {"two": 3, "both": 9}, "b")
     a, b, c = (str(tmp_path / name) for name in "abc")
-    said = said_by(merge, a, b, "--out", c, "--on-equal", "refuse", code=2)
-    assert "1 videos have different tokens in several caches (both)" in said
     code, found, said = document_of(merge, [a, b, f"{b}/", "--out", c])
-    (tmp_path / "merge.yaml").write_text(f"caches: [{a}, {b}]\nout: {c}\n")
-    said_by(merge, "--config", tmp_path / "merge.yaml")  # a file may give what is required
     assert (code, found["linked"]) == (0, 3) and "3 videos; of 1 several caches had a row" in said
     assert TokenCache(c).video_ids == ["both", "one", "two"]
-
-
-def large(place, names, seed):
-    """A cache of 160 kB a video."""
-    store = write_header(place, hidden_size=512)
-    for number, name in enumerate(names):
-        write_shard(store, name, encoded(name, random_tokens(seed + number, (10, 64, 512)), 0.25, "gstep"))
-    say_what_was_committed(store)
-    return store
-
-
-def test_a_full_disk_ends_the_command_with_the_path_and_the_same_one_goes_on(tmp_path):
-    large(tmp_path / "a", [f"a{number}" for number in range(8)], 0)
-    large(tmp_path / "b", ["b0"], 50)
-    a, b, out = (tmp_path / name for name in ("a", "b", "disk/out"))
-    argv = [str(a), str(b), "--out", str(out)]
-    with SmallDisk(tmp_path / "disk") as disk:
-        if not disk.mounted:
-            pytest.skip("this user may not mount a small disk")
-        said = said_by(merge, *argv, code=1)
-        assert "failed: " in said and disk.told in said and "out" in said.rpartition("failed: ")[2]
-        assert not list(out.rglob(".tmp-*"))
-        disk.grow()
-        assert merge.main(argv) == 0
-        made, source = TokenCache(out), TokenCache(a)
-        assert made.video_ids == [*source.video_ids, "b0"]
-        assert all(torch.equal(made.get(name).tokens, source.get(name).tokens) for name in source)

@@ -18,7 +18,6 @@ from gstep.methods import METHODS
 from jobs import evaluate
 from pipeline import TokenCache, read_answers
 from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
-from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.engines.vllm import VllmEngine
@@ -95,9 +94,7 @@ def test_tables_and_page_are_written(results):
         assert name in markdown and name in latex
     cut = Counter(row["pruning"] for row in read_answers(results / "answers").to_pylist() if row["finish"] == "length")
     rows = json.loads((results / "tables.json").read_text())[0]["rows"]
-    assert {f"{row['method']}@{row['retention_ratio']:g}": row["n_cut"] for row in rows} == {
-        arm: cut[arm] for arm in ARMS
-    }
+    assert [row["n_cut"] for row in rows] == [cut[f"{row['method']}@{row['retention_ratio']:g}"] for row in rows]
     assert sum(cut.values()) > 0 and f"Cut: {sum(cut.values())} of {len(scores_of(results))} replies" in latex
     page = (results / "report.html").read_text()
     assert "VideoMME" in page and "missing-video" in page and "http://" not in page.replace("http://www.w3.org", "")
@@ -182,8 +179,6 @@ def test_every_method_of_the_table_joins_by_its_name_and_those_that_need_evidenc
     assert set(everything_asked(out).values()) == {1}
     scores = scores_of(out)
     assert set(scores["method"].to_pylist()) == {"none", *methods} and set(scores["status"].to_pylist()) == {"ok"}
-    config = EvaluateConfig(benchmark="x", method=methods, retention_ratio=[0.25])
-    assert set(config.grid()) == {"none@1", *(f"{name}@0.25" for name in methods)}
 
 
 def test_frames_by_time_and_a_closed_thought(tmp_path):
@@ -202,42 +197,20 @@ def test_frames_by_time_and_a_closed_thought(tmp_path):
     assert held[0]["frames"] == held[1]["protocol"]["frames"] == {"fps": 2.0, "max_frames": 6}
 
 
-def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
-    ids = TokenCache(results / "cache").video_ids
-    row = {"prompt": "What?", "choices": ["a dog", "a cat", "a kite"], "answer": "a cat"}
-    rows = [{"question_id": i, "video_id": video, "split": f"s{i % 2}", **row} for i, video in enumerate(ids)]
-    rows.append({"question_id": "free", "video_id": ids[0], "prompt": "Say something.", "answer": "something"})
-    file = write_questions(tmp_path / "mine.jsonl", rows)
-    argv = ["--benchmark", str(file), "--cache", str(results / "cache"), "--out", str(tmp_path / "r"), "--draws", "200"]
-    said_by(evaluate, *argv, "--method", "gstep", "--retention-ratio", "0.25")
-    scores = scores_of(tmp_path / "r").to_pylist()
-    assert len(scores) == 2 * len(rows)
-    chosen = [row for row in scores if row["question_id"] != "free"]
-    for row in chosen:  # the likeliest letter
-        assert row["parsed"] == row["choice_scores"].index(max(row["choice_scores"]))
-        assert row["right"] == (row["parsed"] == 1)
-    assert "s1" in (tmp_path / "r" / "tables.md").read_text()
-    said = said_by(evaluate, *argv[:2], "--out", tmp_path / "other", code=2)
-    assert "is not a cache, and there are no videos to make one from" in said
-
-
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(data, results, tmp_path, monkeypatch):
     forbid_ray(monkeypatch)
     forbid_models(monkeypatch)
+    row = {"question_id": 1, "video_id": "a", "prompt": "What?", "answer": "x"}
+    questions = write_questions(tmp_path / "q.jsonl", [row])
     asked, vllm = ("--benchmark", "videomme", "--data", str(data)), ("--engine", "vllm")
     before = sorted([*results.rglob("*"), *data.rglob("*")])
     for why, out, options in (
         ("no such folder", "r", ("--benchmark", "videomme", "--data", str(tmp_path / "gone"))),
         ("VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official", "r", (*asked, "--protocol", "mine")),
-        ("unknown method 'magic'", "r", (*asked, "--method", "magic")),
-        ("unknown parameter alpha", "r", (*asked, "--method", "vidcom2,alpha=1")),
-        ("this model has 2 layers", "r", (*asked, "--method", "fastv,K=7")),
-        ("name it with --siglip", "r", (*asked, "--method", "fastvid")),
-        ("none of the methods takes anything from a SigLIP", "r", (*asked, "--siglip", "tiny")),
         ("yours to delete", "r", (*asked, "--cache", str(tmp_path / "c"), "--drop-tokens")),
-        ("prunes inside the language model", "r", (*asked, "--method", "fastv,K=1", *vllm)),
         ("results of other settings", results, (*asked, "--protocol", "official", *LIGHT)),
         ("holds no results", data, asked),
+        ("is not a cache, and there are no videos to make one from", "r", ("--benchmark", str(questions))),
         ("engine.name: the answers have None, this run 'vllm'", results, (*asked, *LIGHT, *vllm)),
     ):
         if out == results:
@@ -276,8 +249,6 @@ def test_every_clip_and_folder_of_frames_is_encoded_once_and_every_question_is_a
     frames = cache.get(f"video/tvqa/frames_fps3_hq/{FRAMES}#t=0,4").metadata
     assert (frames["backend"], frames["fps"], frames["clip_frames"]) == (JPEGS, 3.0, 12)
     assert frames["frame_indices"] == [0, 3, 7, 11]  # of 00001.jpg to 00012.jpg
-    evaluated(
-        data, out, *grid, "uniform", benchmark="mvbench"
-    )  # goes on: no video is taken for changed, and none encoded again
+    evaluated(data, out, *grid, "uniform", benchmark="mvbench")  # no video is taken for changed, or encoded again
     assert Counter(committed(cache.store)) == Counter({item.video_id for item in items})
     assert len(pq.read_table(out / "scores.parquet")) == 3 * len(items)

@@ -35,10 +35,8 @@ from tests.jobs.faults import (
     die_before_the_third_commit,
     die_in_a_merge,
     files,
-    fork,
     stop_before_the_third_commit,
     tiny_videos,
-    write_random_id,
 )
 from tests.jobs.hostile import let_through
 from tests.paths import ROOT
@@ -178,15 +176,6 @@ def test_a_driver_killed_again_and_again_on_one_cache_and_run_again_completes_it
     assert "finished after" in " ".join(run_here(inspect, [str(chain.cache)]).stdout.split())
     assert by_sql(chain.cache) == visible.ids
     assert len(files(chain.cache, "tokens")) > len(token_shards(chain.cache))  # orphans are there to the end
-
-
-def test_forked_drivers_draw_different_ids(tmp_path):
-    """Drivers that warm up the object store under one id at once end with code 1, without a word."""
-    logs = [tmp_path / f"{number}" for number in range(3)]
-    forks = [fork(write_random_id, str(log)) for log in logs]
-    for process in forks:
-        process.join()
-    assert len({log.read_text() for log in logs} - {""}) == len(logs)
 
 
 def test_three_drivers_fill_one_cache_while_one_of_them_and_two_encoders_are_killed(cluster, videos, visible, tmp_path):

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -36,8 +32,8 @@ from pipeline.runner.stages import end_workers
 from pipeline.runner.worker_reports import WorkerReport, run_heartbeats
 from tests.builders.archives import write_tar
 from tests.builders.clusters import growing_ray, hold_cpu, ray_here
-from tests.builders.runs import assert_complete, environment, raylets, run_here, said_by
-from tests.jobs.faults import Driver, calls, files, tiny_videos
+from tests.builders.runs import assert_complete, raylets, run_here, said_by
+from tests.jobs.faults import calls, files, tiny_videos
 from tests.jobs.hostile import let_through
 from tests.waiting import wait_until
 
@@ -168,83 +164,31 @@ def planned_cpus(cache: Path) -> float:
     return record["resources"]["cluster"]["CPU"]
 
 
-#: A node whose object store holds a few videos' frames, and the same with a disk that counts as full from the start.
-SMALL: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 75 * 2**20}
-FULL = {**SMALL, "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"}}
+#: A node whose object store holds a few videos' frames, with a disk that counts as full from the start.
+FULL = {
+    "num_cpus": 4,
+    "object_store_memory": 75 * 2**20,
+    "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"},
+}
 
 
-@pytest.fixture
-def node_of_a_small_disk(tmp_path) -> Iterator[dict[str, Any]]:
-    """A node that spills to a disk of 40 MB, which it fills itself; where this user may not mount one, FULL."""
-    place = tmp_path / "spilled"
-    place.mkdir()
-    able = sys.platform == "linux" and shutil.which("mount") is not None
-    command = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", place]
-    if able and subprocess.run(command, check=False).returncode == 0:
-        yield {**SMALL, "object_spilling_directory": str(place)}
-        subprocess.run(["umount", "-l", place], check=True)
-    else:
-        yield FULL
+def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, monkeypatch):
+    """Videos of 29 MB of frames each are decoded faster than they are pruned.
 
-
-def _prune_large_frames(folder: Path, code: int = 0) -> tuple[list[str], str]:
-    """Run jobs.prune on videos of 29 MB of frames each, which are decoded faster than they are pruned."""
-    ids = tiny_videos(folder / "videos", 8)
-    argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
+    No decoder finds room on the other node before the first workers have ended: else it might do too many videos.
+    """
+    ids = tiny_videos(tmp_path / "videos", 8)
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
     argv += ["--pruner", "tests.jobs.poison:Slow", "--decode-workers", "4"]
-    return ids, said_by(prune, *argv, code=code)
-
-
-def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small_disk, monkeypatch):
-    """No decoder finds room on the other node before the first workers have ended: else it might do too many videos."""
-    nodes = {"num_cpus": 1, "object_store_memory": 2**29}, node_of_a_small_disk
+    nodes = {"num_cpus": 1, "object_store_memory": 2**29}, FULL
     with ray_here(*nodes) as (other, full), ExitStack() as held:
         monkeypatch.setattr(stream, "end_workers", lambda: (end_workers(), held.close()))
         held.enter_context(hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False)))
-        ids, said = _prune_large_frames(tmp_path)
+        said = said_by(prune, *argv)
     assert_complete(tmp_path / "c", ids)
     (note,) = re.findall(r"note: the disk is full on .*?(?=note: the disk|$)", said)
-    folder = node_of_a_small_disk.get("object_spilling_directory", "/")
-    assert f" {full[:6]} ({folder}" in note and "% full" in note
+    assert f" {full[:6]} (/" in note and "% full" in note
     assert " on the other nodes. Free space on them, or start these nodes with --temp-dir" in note
-
-
-def stand_still_briefly() -> None:
-    """Let this driver wait seconds instead of a minute for free space on a disk that keeps workers from starting."""
-    execution.SHRUNK_S, execution._FULL_S, watchdog._MAX_LOOK_S = 3.0, 6.0, 1.0
-
-
-def test_a_full_disk_on_which_no_worker_can_start_ends_the_run_with_its_folder(tmp_path):
-    """The disk of Ray's folder fills up once Ray has started, and stays full: no process can write its log."""
-    disk = Path(tempfile.mkdtemp(prefix="disk-", dir="/tmp"))  # a short path, for sockets
-    command = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk]
-    if shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
-        pytest.skip("this user may not mount a disk")
-    try:
-        tiny_videos(tmp_path / "videos", 4)
-        argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--log-interval", "1"]
-        (tmp_path / "log").touch()
-        run = Driver(argv, tmp_path / "log", stand_still_briefly, **{**environment(), "RAY_TMPDIR": str(disk)})
-        run.until(lambda: "Ray at " in run.output, "Ray starts")
-        with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-        assert run.wait() == 1, run.output
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-        disk.rmdir()
-    (last,) = [line for line in run.output.splitlines() if " failed: " in line]
-    assert re.search(rf"no video moved for \d+ s; the disk is full on \S+ \w{{6}} \({disk}/\S+, 100% full\)", last)
-    assert "Free space on them, or start these nodes with" in last and last.endswith("then rerun the command")
-    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").glob("*.json")]
-    assert record["status"] == "failed" and "the disk is full on" in record["error"]
-
-
-def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):
-    with ray_here(FULL):
-        _, said = _prune_large_frames(tmp_path, code=1)
-    assert "the disk is full on " in said and "/session_" in said and "then rerun the command" in said
-    assert "and no other node can run all stages. Free space on them, or start " in said
 
 
 OPTIONS = ["--num-frames", "2", "--decoder", "tests.jobs.hostile:MountedElsewhere", "--encode-workers", "1"]
@@ -285,7 +229,7 @@ def _run_until(
 
 
 def test_what_fails_on_one_node_is_tried_again_on_the_others(tmp_path):
-    ids = tiny_videos(tmp_path / "videos", 40)
+    ids = tiny_videos(tmp_path / "videos", 28)
     cache = tmp_path / "c"
     with ray_here({"num_cpus": 2}, {"num_cpus": 2, "env_vars": {"BAD_NODE": "1"}}):
         argv = [str(tmp_path / "videos"), "--out", str(cache), *OPTIONS, "--decode-workers", "3"]
@@ -327,9 +271,11 @@ def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node,
 
 
 def test_a_run_in_which_all_videos_fail_alike_stops_with_the_remedy(one_node, tmp_path):
-    ids = tiny_videos(tmp_path / "videos", 400)
-    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--decode-workers", "4"]
+    tiny_videos(tmp_path, 1)
+    rows = [{"video_id": f"v{number}", "uri": "v000.mp4"} for number in range(400)]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--decode-workers", "4"]
     said = said_by(prune, *argv, "--decoder", "tests.jobs.hostile:AwayDecoder", code=1)
     assert " failed: " in said and "videos failed alike and all decode workers fail (io, v" in said
     assert said.endswith("check that it exists and can be read on every node, then --retry-failed")
-    assert 50 < len(TokenCache(tmp_path / "c").failed) < len(ids)
+    assert 50 < len(TokenCache(tmp_path / "c").failed) < len(rows)

@@ -5,6 +5,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from pipeline.generate.answers import read_answers
 from tests.builders.answers import SHAPE, tiny_cache, write_questions
 from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.builders.clips import write_clip
-from tests.builders.runs import said_by
+from tests.builders.runs import document_of, said_by
 from tests.builders.stores import serving
 from tests.jobs import poison
 from tests.jobs.faults import tiny_videos
@@ -52,23 +53,19 @@ def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(one_ray, lis
     playlist = f"#EXTM3U\n#EXTINF:1,\nfile://{outside}\n#EXTINF:1,\nhttp://{host}/a.ts\n"
     (folder / "playlist.mp4").write_text(playlist)
     (folder / "script.mp4").write_text(f"ffconcat version 1.0\nfile 'http://{host}/b.mp4'\n")
-    private = f"https://user:hush-hush@{host}/d.mp4", "s3://bucket/f.mp4?X-Amz-Signature=hush-hush"
     uris = {"absolute": str(outside), "up": "../outside.mp4", "link": "link.mp4", "linked folder": "deep/outside.mp4"}
     uris |= {"file": f"file://{outside}", "http": f"http://{host}/c.mp4", "s3": "s3://bucket/e.mp4"}
-    uris |= dict(zip(("https", "query", "user"), (*private, "s3://key:hush-hush@bucket/g.mp4"), strict=True))
     uris |= {"playlist": "playlist.mp4", "script": "script.mp4"}
     rows = {**uris, "good": "good.mp4"}
     (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in rows.items()))
     argv = (folder / "m.jsonl", "--out", tmp_path / "c", "--num-frames", 2, "--max-failed", 12)
-    said = said_by(prune, *argv, "--on-forbidden", "record")
+    said_by(prune, *argv, "--on-forbidden", "record")
     cache = TokenCache(tmp_path / "c")
     assert cache.video_ids == ["good"]
     assert cache.failed == dict.fromkeys(sorted(uris), "policy")
     assert asked == []
     read = {v for v in uris if cache.metadata(v)["source_size"] is not None}
     assert read <= {"playlist", "script"}  # which lie in the folder: their first bytes were looked at
-    assert not [file for file in (tmp_path / "c").rglob("*") if file.is_file() and b"hush-hush" in file.read_bytes()]
-    assert "hush-hush" not in said
 
 
 def test_a_bug_in_a_method_of_ones_own_is_one_error_row(one_ray, tmp_path):
@@ -89,7 +86,8 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
     """One by a signal, its neighbour by an error after which the GPU is of no use to the process."""
     ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison"]
-    said_by(prune, *argv, "--fps", "25", "--encode-workers", "1")
+    code, document, _ = document_of(prune, [*argv, "--fps", "25", "--encode-workers", "1"])
+    assert code == 0 and document["failures"] == {"crash": 2}
     cache = TokenCache(tmp_path / "c")
     assert cache.failed == {ids[3]: "crash", ids[4]: "crash"}
     assert cache.video_ids == sorted({*ids} - {*cache.failed})
@@ -100,6 +98,8 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
         # The other video may have been in hand at the first crash, whichever of them that was.
         assert f"crashed 2 times with this video in hand, on {socket.gethostname()}; " in row["error_message"]
         assert why in row["error_message"]
+    log = Path(document["log"]).read_text()
+    assert log.count(" a worker of encode on ") >= 3  # two videos, each tried twice; the last crash may come late
 
 
 def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundle_and_pass(one_ray, tmp_path):

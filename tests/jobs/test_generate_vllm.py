@@ -108,13 +108,13 @@ def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(one
     assert {name for name, row in rows.items() if row["status"] != "ok"} == {"away"} and len(rows) == 37
 
 
-def test_an_argument_that_vllm_does_not_know_is_refused(one_ray, asked, tmp_path):
+def test_arguments_that_vllm_does_not_know_or_that_leave_no_room_for_the_largest_video_are_refused(
+    one_ray, asked, tmp_path
+):
     argv = [*asked, "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
     assert "has no such engine argument" in run_here(generate, [*argv, "no_such_thing=1"]).stdout
     assert "it follows from the cache" in run_here(generate, [*argv, "dtype=float16"]).stdout
 
-
-def test_an_argument_that_leaves_no_room_for_the_largest_video_is_refused(one_ray, asked, tmp_path):
     tiny_cache(tmp_path / "large", ("a", "b", "c"), shape=(280, 49, 64))  # of which a quarter is cached
     argv = [str(tmp_path / "large"), *asked[1:], "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
     refused = said_by(generate, *argv, "max_num_batched_tokens=640", code=2)

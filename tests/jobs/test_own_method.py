@@ -46,9 +46,8 @@ def test_the_readmes_method_prunes_as_an_object_and_by_its_path(mine):
         assert own.index[own.compute_selection_order()].tolist() == best.tolist()
         assert_same(gstep.prune(tokens, 0.2, "mine:Mine", p=p), own)
         assert_same(gstep.prune(tokens, 0.6, "mine:Mine", p=p).at(0.2), own)
-    for method, params in (("mine:Mine", {"p": "abc"}), (Mine(p="abc"), {})):
-        with pytest.raises(ValueError, match=r"'mine:Mine': p must be a number; got 'abc'"):
-            gstep.prune(tokens, method=method, **params)
+    with pytest.raises(ValueError, match=r"'mine:Mine': p must be a number; got 'abc'"):
+        gstep.prune(tokens, method=Mine(p="abc"))
 
 
 def test_a_file_and_a_line_make_it_a_method_of_the_package(tmp_path):
@@ -89,17 +88,11 @@ def test_workers_that_lack_its_module_fail_the_run_with_its_name(one_ray, mine, 
     assert "importable on every machine that prunes" in why
 
 
-@pytest.mark.parametrize(
-    ("method", "param", "why"),
-    [
-        ("gstep", "radius=abc", "'gstep': radius must be an integer or none; got 'abc'"),
-        ("mine:Mine", "p=abc", "'mine:Mine': p must be a number; got 'abc'"),
-        ("mine:Mine", "q=1", "unknown parameter q of method 'mine:Mine'; it accepts: p"),
-    ],
-)
-def test_parameters_of_a_wrong_type_are_refused_before_a_run(mine, refuse, tmp_path, monkeypatch, method, param, why):
+def test_parameters_of_a_wrong_type_are_refused_before_a_run(mine, refuse, tmp_path, monkeypatch):
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
-    options = ["--retention-ratio", "0.2", "--pruner", method, "--pruner-param", param]
+    options = ["--retention-ratio", "0.2", "--pruner", "mine:Mine", "--pruner-param"]
+    assert "unknown parameter q of method 'mine:Mine'; it accepts: p" in refuse(*options, "q=1")
+    options, why = [*options, "p=abc"], "'mine:Mine': p must be a number; got 'abc'"
     assert why in refuse(*options)
     forbid_ray(monkeypatch)
     assert why in said_by(prune, sample("bikes.mp4"), "--out", tmp_path / "new", *options, code=2)

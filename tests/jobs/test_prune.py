@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
-from jobs import prune, reprune, verify
+from jobs import prune
 from pipeline import TokenCache
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.builders.clips import sample, write_clip
+from tests.builders.clips import write_clip
 from tests.builders.runs import clips, forbid_ray, run, said_by
 
 pytestmark = pytest.mark.slow
@@ -166,28 +166,3 @@ def test_a_manifest_with_clips_by_time_and_a_model_folder(one_ray, tmp_path):
     (tmp_path / "bikes.mp4").write_bytes(b"broken since")
     assert "1 videos (1 failed)" in said_by(prune, *argv, "--on-changed", "redo", "--max-failed", "3")
     assert len(TokenCache(tmp_path / "c[/b]").get("clip/é[red]x").index) == 4 * 196  # the earlier tokens stay
-
-
-def same(one, other):
-    one, other = TokenCache(one), TokenCache(other)
-    assert one.header == other.header and len(one) == len(other) == 2
-    for name in one.video_ids:
-        video, found = one.get(name, order="selection"), other.get(name, order="selection", verify=True)
-        assert torch.equal(video.tokens.view(torch.int16), found.tokens.view(torch.int16))
-        assert torch.equal(video.index, found.index)
-        assert video.metadata["checksum"] == found.metadata["checksum"]
-        assert video.metadata["temporal_density"] == found.metadata["temporal_density"]
-
-
-def test_a_cache_of_all_tokens_becomes_what_runs_make(one_ray, tmp_path):
-    """By jobs.reprune; tests/pipeline/rewrite/test_recode.py has other methods, and codecs."""
-    argv = [*map(str, (sample("bikes.mp4"), sample("carphone_pristine.mp4"))), "--num-frames", "4", "--siglip", "tiny"]
-    whole, made, again = (str(tmp_path / name) for name in ("whole", "made", "again"))
-    said_by(prune, *argv, "--pruner", "none", "--retention-ratio", "1", "--out", whole, "--evidence", "fastvid")
-    method = ["--pruner", "fastvid", "--token-codec", "int4"]
-    said_by(prune, *argv, *method, "--out", made)
-    said_by(reprune, whole, *method, "--out", again)
-    same(made, again)
-    assert "nothing to do" in said_by(prune, *argv, *method, "--out", again)
-    for place in (made, again):
-        said_by(verify, place, "--live", "2", "--video-root", "/")

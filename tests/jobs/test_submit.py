@@ -16,7 +16,7 @@ import pytest
 from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore
 from tests.builders.clusters import Cluster, Ended
-from tests.builders.runs import clips, committed, run
+from tests.builders.runs import clips, committed
 from tests.jobs.faults import files
 from tests.jobs.hostile import let_through
 from tests.paths import ROOT
@@ -75,9 +75,11 @@ def run_records(cache: Path) -> list[dict[str, object]]:
     return [json.loads(file.read_text()) for file in sorted((cache / "runs").iterdir())]
 
 
-def test_a_refusal_is_a_failed_job_with_exit_code_2(cluster, refused):
+def test_a_refusal_is_a_failed_job_with_exit_code_2_and_who_lacks_the_token_gets_no_job_run(cluster, refused):
     assert refused.returncode == 1 and cluster.info("refused")["driver_exit_code"] == 2, refused.stdout
     assert "error: --out cache: in this Ray job a relative path" in refused.stdout
+    with pytest.raises(urllib.error.HTTPError, match="Unauthorized"):  # all other requests here have it
+        cluster.get("/api/jobs/", {"entrypoint": "true"}, token="")
 
 
 def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(cluster, submit, tmp_path):
@@ -128,14 +130,3 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
     assert TokenCache(cache).video_ids == ids
     record = run_records(cache)[-1]
     assert (record["status"], record["resources"]["cluster"]["CPU"]) == ("finished", 4)
-
-
-def test_who_lacks_the_token_gets_no_job_run_and_a_driver_is_told_so_in_a_line(cluster, tmp_path):
-    """All other tests here have it."""
-    with pytest.raises(urllib.error.HTTPError, match="Unauthorized"):
-        cluster.get("/api/jobs/", {"entrypoint": "true"}, token="")
-    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN[::-1]}
-    done = run("jobs.prune", str(clips()[1]), "--out", str(tmp_path / "c"), RAY_ADDRESS=cluster.gcs_address, **given)
-    *_, joining, said = done.stdout.splitlines()  # behind the configuration
-    assert done.returncode == 1 and joining.endswith(f" joining the Ray cluster at {cluster.gcs_address}"), done.stdout
-    assert f" failed: the Ray cluster at {cluster.gcs_address} asks for a token that was not given: set" in said

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from gstep.backbones import ModelSource
 from gstep.language import Decoding
@@ -87,15 +86,6 @@ def frames_reversed(visual, other):
     return replace(visual, tokens=by_frame(visual.tokens).flip(0).flatten(0, 1))
 
 
-def rows_in_another_order(visual, other):
-    shuffled = torch.randperm(len(visual.tokens), generator=torch.Generator().manual_seed(1))
-    return replace(visual, tokens=visual.tokens[shuffled])
-
-
-def every_second_token_zero(visual, other):
-    return replace(visual, tokens=visual.tokens * (torch.arange(len(visual.tokens)) % 2)[:, None])
-
-
 def places_within_frames_for_times(visual, other):
     """Transposed: [T,N] read as [N,T]."""
     return replace(visual, index=visual.index.view(visual.n_frames, -1).T.flatten().sort().indices)
@@ -112,7 +102,7 @@ def unharmed(accuracy):
 
 @pytest.mark.parametrize(
     "fault",
-    [another_video, frames_reversed, rows_in_another_order, every_second_token_zero, places_within_frames_for_times],
+    [another_video, frames_reversed, places_within_frames_for_times],
 )
 def test_a_fault_between_cache_and_model_costs_answers(fault, accuracy, unharmed, questions, monkeypatch):
     assert unharmed >= 0.93

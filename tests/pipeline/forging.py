@@ -110,7 +110,7 @@ class Attack(NamedTuple):
     send: Callable[[Forger], object]
 
 
-LATE = "not decoded within 2 s"
+LATE = "not decoded within 1 s"
 NO_FRAMES = "no frames came with it: "
 ATTACKS = {
     "Pickle": Attack("UnicodeDecodeError", lambda f: f.pipe.send(Evil(f.path))),

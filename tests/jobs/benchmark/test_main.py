@@ -18,23 +18,17 @@ def test_help_loads_no_torch():
 REFUSED = [
     ("selection --frames 0", "at least 1"),
     ("selection --retention-ratios 2", "in (0, 1], got 2.0; did you mean 2%?"),
-    ("selection --retention-ratios nan", "in (0, 1]"),
     ("selection --inputs noise", "noise"),
     ("selection --device cuda", "sees no CUDA device"),
-    ("read --folder no-such-folder", "there is no folder no-such-folder"),
     ("serving --plot no-such-folder/ways.png", "there is no folder"),
-    ("serving --plot /", "is a folder"),
     ("decode --fps 0", "not a positive number"),
     ("decode --clips mpeg1-720p-10s-g30", "such as h264-720p-10s-g250"),
-    ("decode --clips h264-721p-10s-g30", "in steps of 18"),
     ("pipeline --driver 100 100", "--driver takes two different numbers"),
     ("generic --model smolvlm", "nothing to compare"),  # it has no code of its own
     ("efficiency --model tiny --method fastv", "this model has 2 layers"),
     ("efficiency --method gstep --siglip tiny", "none of the methods takes anything from a SigLIP"),
-    ("efficiency --method gstepp", "unknown method"),
     ("efficiency --method gstep,positions=original", "positions change no cost"),
     ("efficiency --device cpu --attn flash_attention_2", "runs on cuda"),
-    ("efficiency --model /no/such/folder", "is no folder"),
     ("efficiency --videos /no/such/folder", "no such folder"),
 ]
 

@@ -2,14 +2,11 @@
 
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark import pipeline
 from jobs.benchmark.pipeline import make_videos, run_child
-from jobs.benchmark.pipeline_job import run_job
 from jobs.benchmark.pipeline_work import FRAME_BYTES, JOB, LOOP, PipelineWork, encode_slice
-from pipeline import TokenCache
 from pipeline.errors import RunFailed
 
 
@@ -68,12 +65,8 @@ def test_times_that_cannot_be_told_are_no_figure(capsys, monkeypatch):
         pipeline.measure_growth(PipelineWork(JOB, 2, 0.1, 1), 16, 32)
 
 
-@pytest.fixture
-def loop(tmp_path):
-    return PipelineWork(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
-
-
-def test_loops_of_several_encoders_share_the_videos(loop):
+def test_loops_of_several_encoders_share_the_videos(tmp_path):
+    loop = PipelineWork(LOOP, 2, 0.01, 1, encoders=2, folder=str(tmp_path), videos=20)
     make_videos(loop)
     loop.out.mkdir()
     for encoder in range(2):
@@ -82,11 +75,12 @@ def test_loops_of_several_encoders_share_the_videos(loop):
     assert [len(ids) for ids in written] == [10, 10] and len({*written[0], *written[1]}) == 20
 
 
-def test_a_child_process_is_measured_and_says_why_it_fails(loop, tmp_path, monkeypatch):
+def test_a_child_process_is_measured_and_says_why_it_fails(tmp_path, monkeypatch):
+    loop = PipelineWork(LOOP, 2, 0.01, 1, folder=str(tmp_path), videos=8)
     done = run_child(loop)
-    assert done["seconds"] > 10 * 0.01 and done["CPU ms: main process"] > 0 and done["peak MB"] > 10
+    assert done["seconds"] > 8 * 0.01 and done["CPU ms: main process"] > 0 and done["peak MB"] > 10
     monkeypatch.setattr(pipeline, "_CHILD", "raise ValueError('no sleep')")
-    with pytest.raises(RunFailed, match="the plain loop over 20 videos failed: ValueError: no sleep"):
+    with pytest.raises(RunFailed, match="the plain loop over 8 videos failed: ValueError: no sleep"):
         run_child(loop)
     assert not list(tmp_path.iterdir())
 
@@ -98,14 +92,3 @@ def test_the_job_runs_with_an_encoder_that_sleeps(tmp_path):
     assert done["store objects"] >= 16 and 16 <= done["store MB"] * 1e6 / (2 * FRAME_BYTES) < 40
     kinds = ("main process", "decode actor", "decode child", "encode actor", "raylet", "gcs")
     assert all(done[f"CPU ms: {kind}"] > 0 for kind in kinds)
-
-
-@pytest.mark.slow
-def test_the_job_runs_with_several_encoders_that_take_no_time(one_ray, tmp_path, monkeypatch):
-    monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests share this Ray
-    work = PipelineWork(JOB, 2, 0.0, 1, encoders=2, folder=str(tmp_path), videos=16)
-    make_videos(work)
-    done = run_job(work)
-    assert done["seconds"] > 0 and done["store objects"] >= 2
-    cache = TokenCache(work.out)
-    assert len(cache) == 16 and cache.retention_ratio == 0.25

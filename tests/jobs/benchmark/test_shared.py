@@ -1,21 +1,15 @@
-"""What benchmarks share: processes that are watched, ways that run in turn, made-up tokens, a family that sleeps."""
+"""What benchmarks share: processes that are watched, ways that run in turn, made-up tokens."""
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from gstep.backbones import ModelSource
 from jobs.benchmark import shared
-from jobs.benchmark.pipeline_work import KEPT_BYTES_PER_FRAME, SIDE
-from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, classify_process, format_figure_rows, run_in_turn
-from jobs.benchmark.sleeping import FAMILY, write_model
+from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, classify_process, run_in_turn
 from jobs.benchmark.tokens import INPUTS
-from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from tests.waiting import wait_until
 
 RAY = "/venv/lib/python3.11/site-packages/ray"
@@ -26,11 +20,6 @@ def test_ways_run_in_turn_and_their_last_results_are_kept():
     turns = run_in_turn({name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}, 3)
     assert calls == [*"ababab"] and (turns["a"].result, turns["b"].result) == (5, 6)
     assert len(turns["a"].wall_s) == len(turns["a"].cpu_s) == 3 and turns["a"].median_s > 0
-
-
-def test_a_figure_is_a_row_and_a_missing_one_a_dash():
-    rows = format_figure_rows([{"s": 0.0123, "MB": 12.34}, {"s": -2.345, "CPU": 1234.5}])
-    assert rows == [("s", "0.012", "-2.35"), ("MB", "12.3", "-"), ("CPU", "-", "1,234.5")]
 
 
 @pytest.mark.parametrize(
@@ -78,23 +67,8 @@ def test_a_tree_counts_children_whose_parent_has_ended_and_ends_them(monkeypatch
     wait_until(lambda: not child.exists() or not child.read_bytes(), "the child has ended")  # a zombie's is empty
 
 
-@pytest.mark.parametrize("name", INPUTS)
-def test_made_up_tokens_are_seeded_finite_and_no_two_are_the_same(name):
-    tokens = INPUTS[name](40, 36, 48)
-    assert tokens.shape == (40, 36, 48) and tokens.dtype == torch.bfloat16
-    assert torch.equal(tokens, INPUTS[name](40, 36, 48)) and tokens.isfinite().all()
-    assert len(torch.unique(tokens.flatten(0, 1), dim=0)) == 40 * 36
-
-
-def test_a_sleeping_backbone_sleeps_once_a_video_and_its_tokens_have_the_size_of_a_quarter(tmp_path):
-    source = ModelSource.resolve(write_model(tmp_path / "model", 0.02), family=FAMILY)
-    setup = EncodeSetup(source, "random", 0.25, device="cpu")
-    assert setup.estimate_video_bytes(2, SIDE, SIDE) == 2 * KEPT_BYTES_PER_FRAME
-    encoder, started = VideoEncoder(setup), time.perf_counter()
-    record = {"video_id": "a", "status": "ok", "height": SIDE, "width": SIDE, "fps": 30.0, "clip_frames": 2}
-    record |= {"frame_indices": [0, 1], "timestamps": [0.0, 0.1]}
-    frames = np.zeros((2, SIDE, SIDE, 3), np.uint8)
-    first, second = (encoder.encode_video_alone(record, frames) for _ in range(2))
-    assert time.perf_counter() - started >= 2 * 0.02 and first.record["encode_s"] >= 0.02
-    assert first.kept.tokens.nbytes == 2 * KEPT_BYTES_PER_FRAME and sorted(first.kept.rank) == list(range(2 * 49))
-    assert np.array_equal(first.kept.tokens, second.kept.tokens)
+def test_made_up_tokens_are_seeded_finite_and_no_two_are_the_same():
+    for make in INPUTS.values():
+        tokens = make(20, 36, 48)
+        assert torch.equal(tokens, make(20, 36, 48)) and tokens.isfinite().all()
+        assert len(torch.unique(tokens.flatten(0, 1), dim=0)) == 20 * 36

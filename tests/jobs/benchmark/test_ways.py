@@ -8,8 +8,7 @@ import torch
 
 from gstep.selection.reference import density_guided_fps
 from jobs.benchmark import generic
-from jobs.benchmark.decode import CLIPS, FLOOR, IN_CHILD, IN_PROCESS, Clip, decode_needed_frames, make_clip
-from jobs.benchmark.read import make_row
+from jobs.benchmark.decode import FLOOR, IN_CHILD, IN_PROCESS, Clip, decode_needed_frames, make_clip
 from jobs.benchmark.selection import count_loop_steps, select_by_loop
 from jobs.benchmark.tokens import INPUTS
 from pipeline.video.containers import sniff
@@ -34,7 +33,6 @@ def test_all_ways_of_decoding_are_measured_beside_the_least(tmp_path, measure, m
     assert len(index.timestamps) == 48 and len(index.keyframes) == 4 and (index.width, index.height) == (256, 144)
     wanted = index.pts[np.array([0, 13, 40])].tolist()
     assert [frame.pts for frame in decode_needed_frames(str(path), wanted, index.keyframes.tolist())] == wanted
-    assert [Clip.parse(str(clip)) for clip in CLIPS] == CLIPS
 
     monkeypatch.setitem(sys.modules, "decord", None)  # a library that cannot decode a clip has no figure
     found, shown = measure(*argv)
@@ -42,23 +40,16 @@ def test_all_ways_of_decoding_are_measured_beside_the_least(tmp_path, measure, m
 
 
 def test_all_ways_of_reading_are_measured_on_a_real_cache(tmp_path, measure):
-    sizes = ["--videos", 5, "--tokens", 40, "--hidden", 8, "--videos-per-shard", 3, "--repeats", 2]
+    sizes = ["--videos", 5, "--tokens", 40, "--hidden", 8, "--videos-per-shard", 3, "--repeats", 1]
     found, shown = measure("read", *sizes, "--s3", "--folder", tmp_path)
     ways = {way["name"]: way for way in found["ways"]}
-    assert len(ways) == 4 + 7 + 1 + 7 and all(len(way["seconds"]) == 2 for way in ways.values())
+    assert len(ways) == 4 + 7 + 1 + 7 and all(len(way["seconds"]) == 1 for way in ways.values())
     assert {way["n_bytes"] for name, way in ways.items() if "10 %" not in name} == {5 * 40 * 16}
     assert {way["n_bytes"] for name, way in ways.items() if "10 %" in name} == {5 * 16 * 16}
     assert all(way["beside"] in {"", *ways} for way in ways.values())
     assert ways["S3: boto3, a GET a video"]["requests"] == 5 and ways["get, in order of index"]["requests"] is None
     assert ways["S3: get, in order of index"]["requests"] == 0  # so small that all came with the footer
     assert "get_many" in shown and not list(tmp_path.iterdir())
-
-
-def test_shares_of_reading_are_of_the_same_round_and_of_bytes():
-    plain = {"name": "plain", "n_bytes": 100, "seconds": [1.0, 2.0, 9.0], "cpu_seconds": [1.0] * 3, "requests": None}
-    half = {**plain, "name": "half", "n_bytes": 50, "cpu_seconds": [0.25] * 3, "requests": 7}
-    assert make_row(half, plain) == ("half", "0.00", "50%", "0.00", "200%", "7")
-    assert make_row(plain, None) == ("plain", "0.00", "", "0.00", "", "")
 
 
 def test_every_input_size_and_ratio_is_selected_and_the_same_tokens_are_taken(measure):
@@ -79,8 +70,7 @@ def test_the_loop_of_selecting_is_the_oracle_and_runs_whole_or_200_steps():
     density = torch.rand(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     unit_DM = torch.nn.functional.normalize(tokens.float(), dim=1).T.contiguous()
     assert torch.equal(select_by_loop(unit_DM, density, 49), density_guided_fps(tokens.double(), density, 50))
-    sizes = (6272, 3584, 1568), (25088, 3584, 6272), (75264, 3584, 100)
-    assert [count_loop_steps(*size) for size in sizes] == [1567, 200, 99]
+    assert [count_loop_steps(*size) for size in ((6272, 3584, 1568), (25088, 3584, 6272))] == [1567, 200]
 
 
 def test_the_family_generic_gives_the_same_tokens_of_the_same_clip(monkeypatch, measure):

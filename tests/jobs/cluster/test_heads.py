@@ -1,4 +1,4 @@
-"""What an operator has of a run: another head on which it goes on, its metrics over HTTP, the last words of workers."""
+"""What an operator has of a run: another head on which it goes on, its metrics over HTTP, the cause of its end."""
 
 import json
 import os
@@ -15,7 +15,6 @@ import ray
 from pipeline import TokenCache
 from tests.builders.clusters import growing_ray
 from tests.builders.runs import assert_all_gone, committed, environment, family, shut_ray_down_in_the_end
-from tests.interpreter import run_python
 from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.hostile import let_through
 from tests.waiting import wait_until
@@ -130,21 +129,3 @@ def values(text, name, **labels):
     found = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return [float(value) for pairs, value in found if all(pair in pairs for pair in wanted)]
-
-
-def test_what_a_dying_worker_said_is_in_a_file_that_the_document_names(tmp_path):
-    """Its process ends itself where the GPU would be of no use to it any more, and says why before that.
-
-    Ray prints on stdout that it tries the task again, at any time; the document is alone there.
-    """
-    ids = tiny_videos(tmp_path / "videos", 6)  # the fourth has five frames, the fifth six
-    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison", "--json"]
-    done = run_python("-m", "jobs.prune", *argv, "--fps", "25", "--encode-workers", "1", env=environment())
-    document = json.loads(done.stdout)
-    assert done.returncode == 0 and document["failures"] == {"crash": 2}, done.stderr
-    assert "(raylet)" in done.stderr
-    (log,) = (tmp_path / "c" / "runs").glob("*.log")
-    assert document["log"] == str(log)
-    text = log.read_text()
-    assert text.count(" a worker of encode on ") >= 3  # two videos, each tried twice; the last crash may come late
-    assert f"    {ids[4]}: CUDA error: an illegal memory access was encountered" in text
