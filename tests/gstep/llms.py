@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, LanguageModel, Prompt, Visual, load_language_model, prompt_builder
+from gstep.types import VisualTokens
 from tests.builders.clips import sample
 
 QUESTION = "What is happening in this video?"
@@ -136,6 +137,14 @@ def stock_inputs(name: str, prompt: Prompt, *videos: Encoded) -> dict[str, Tenso
     if "qwen" in name:
         inputs["mm_token_type_ids"] = (ids == stock(name).config.video_token_id).int() * 2
     return inputs
+
+
+def visual_of(encoded: VisualTokens, index: Tensor | None = None, dtype=torch.float32, newline=None, **extra) -> Visual:
+    """Return what a cache has of a video: its tokens at flat ``index``, or all of them."""
+    T, N, _ = encoded.tokens.shape
+    index = torch.arange(T * N) if index is None else index
+    tokens, *deepstack = (level.flatten(0, 1)[index].to(dtype) for level in (encoded.tokens, *encoded.deepstack))
+    return Visual(tokens, index, T, N, {**extra, **encoded.extra}, tuple(deepstack), newline)
 
 
 def kept_index(encoded: Encoded, ratio: float, seed: int = 0) -> Tensor:

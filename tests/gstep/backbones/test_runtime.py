@@ -88,9 +88,10 @@ def test_describe_is_json_and_a_runtime_pickles():
     assert all(getattr(gstep.backbones, name) is not None for name in gstep.backbones.__all__)
 
 
-def test_tables_need_no_torch_selections_no_triton_and_resolving_and_preprocessing_no_transformers():
+def test_tables_need_no_torch_selections_no_triton_preprocessing_no_transformers_and_live_pruning_those_alone():
     code = """
 import pickle, sys
+sys.modules.update(dict.fromkeys(["torchvision", "ray", "pyarrow", "av", "decord", "num2words"]))
 import gstep.methods, gstep.families
 assert "torch" not in sys.modules
 sys.modules["triton"] = None
@@ -104,5 +105,6 @@ preprocessor = pickle.loads(pickle.dumps(family_of(source).preprocessor()))
 assert family_of(source).static().newline.shape == (64,)
 assert choose_runtime("cpu").attn_implementation == "sdpa"
 assert "transformers" not in sys.modules
+gstep.pruning
 """
     run_python("-c", code, check=True)

@@ -1,14 +1,11 @@
 """The tiny models: the same bytes everywhere, loud tokens on real frames, and a whole LLM for transformers."""
 
-import math
-import re
 import resource
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.nn.functional import normalize, softplus
+from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from gstep.backbones import ModelSource, Preprocessor, Runtime, family_of
@@ -120,37 +117,11 @@ def check_that_they_differ(tokens_TND: torch.Tensor) -> None:
     assert len(torch.unique(tokens_TND.flatten(0, 1).bfloat16(), dim=0)) > 0.99 * n_tokens
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen2-5-vl", "tiny-qwen3-vl"])
-def test_a_frame_of_16_to_9_gives_about_as_many_tokens_as_one_of_llava_onevision(model):
-    preprocessor = family_of(ModelSource.resolve(model)).preprocessor()
-    for height in (360, 1080):
-        _, H, W = preprocessor.grid_thw(32, *preprocessor.target_size(32, height, height * 16 // 9))
-        assert H * W // 4 == 144
-
-
 @pytest.mark.parametrize("name", tiny.TINY)
 def test_the_stock_class_has_the_tensors_of_a_tiny_model_and_no_others(source):
     folder, _ = source.pretrained()
     _, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
-
-
-@pytest.mark.parametrize("name", tiny.TINY)
-def test_special_tokens_are_unlikely_and_what_gelu_adds_to_every_token_cancels_out(folder):
-    tensors = load_file(folder / "model.safetensors")
-    (head,) = (tensor for key, tensor in tensors.items() if key.endswith("lm_head.weight"))
-    assert head[:8].std() < 0.6 * head[8:].std()
-    behind_gelu = [t for key, t in tensors.items() if re.search(r"(fc2|linear_2|merger\.mlp\.2)\.weight$", key)]
-    assert behind_gelu and all(tensor.sum(1).abs().max() < 1e-5 for tensor in behind_gelu)
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen3-5", "tiny-qwen3-5-moe"])
-def test_the_state_of_linear_attention_fades_over_tens_of_tokens(folder):
-    tensors = load_file(folder / "model.safetensors")
-    for layer in range(3):
-        log, bias = (tensors[f"model.language_model.layers.{layer}.linear_attn.{key}"] for key in ("A_log", "dt_bias"))
-        half_lives = math.log(2) / (log.exp() * softplus(bias))
-        assert half_lives.min() > 10 and half_lives.max() < 50
 
 
 def test_the_tables_follow_the_sizes_of_a_config():
@@ -194,18 +165,3 @@ def test_the_tokenizer_of_a_tiny_llm_talks_in_the_form_of_its_family(source, nam
         text = config.text_config
         head_dim = text.hidden_size // text.num_attention_heads
         assert head_dim >= 32 and sum(text.rope_parameters["mrope_section"]) == head_dim // 2
-
-
-def test_what_is_seen_matters_to_the_answer_of_a_tiny_llm(source):
-    folder, _ = source.pretrained()
-    tokenizer, llm = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
-    preprocessor = family_of(source).preprocessor()
-    inputs = tokenizer(prompt.replace("<video>", "<video>" * (2 * 196 + 1)), return_tensors="pt")
-    logits = []
-    for clip in ("bikes", "carphone_pristine"):
-        pixels = preprocessor.normalise(resized(preprocessor, clip, 2), "cpu", torch.float32)
-        with torch.no_grad():
-            logits.append(llm(**inputs, pixel_values_videos=pixels[None]).logits[0, -1])
-    assert 0.5 < logits[0].std() < 10
-    assert (logits[0] - logits[1]).abs().max() > 0.1

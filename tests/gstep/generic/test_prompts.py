@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from gstep import make_pruner
-from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
+from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
 from gstep.generic.processor import decode_record, encode_record
 from gstep.language import Decoding, Visual, load_language_model, prompt_builder
+from tests.gstep.llms import FLOAT32, visual_of
 
-RUNTIME = Runtime("cpu", torch.float32, "sdpa")
 #: Families with their own code that answer questions.
 FAST = ("llava_onevision", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 #: A file from its start, and a clip of a file whose frame rate varies.
 VIDEOS = (
-    SampledVideo(120, 200, [0.1 + i * 99 / 29.97 / 7 for i in range(7)], None, 29.97, 99),
-    SampledVideo(120, 200, [3.24, 3.3, 4.0, 4.0, 5.5, 6.1], 3.25, 29.97, 80, clip_fps=24.0),
+    SampledVideo(60, 100, [0.1 + i * 99 / 29.97 / 7 for i in range(7)], None, 29.97, 99),
+    SampledVideo(60, 100, [3.24, 3.3, 4.0, 4.0, 5.5, 6.1], 3.25, 29.97, 80, clip_fps=24.0),
 )
 
 
@@ -34,45 +34,41 @@ def make_frames(video: SampledVideo) -> Tensor:
     return torch.randint(0, 256, (video.n_frames, video.height, video.width, 3), generator=seeded, dtype=torch.uint8)
 
 
-def encode(source, video, index=slice(None, None, 3)) -> Visual:
-    """Encode a video, and keep the tokens at flat ``index``."""
+def encode(source, video) -> Visual:
+    """Encode a video, and keep every third token."""
     family = family_of(source)
     size = family.preprocessor().target_size(video.n_frames, video.height, video.width)
-    backbone = family.load(RUNTIME)
+    backbone = family.load(FLOAT32)
     encoded = backbone.encode(family.preprocessor().resize(make_frames(video), size), video=video)
-    T, N, _ = encoded.tokens.shape
-    kept = torch.arange(T * N)[index]
-    tokens, *deepstack = (level.flatten(0, 1)[kept].bfloat16() for level in (encoded.tokens, *encoded.deepstack))
-    extra = {**backbone.model_extra(replace(video, height=size[0], width=size[1])), **encoded.extra}
-    return Visual(tokens, kept, T, N, extra, tuple(deepstack), backbone.newline())
+    kept = torch.arange(0, encoded.tokens[..., 0].numel(), 3)
+    extra = backbone.model_extra(replace(video, height=size[0], width=size[1]))
+    return visual_of(encoded, kept, torch.bfloat16, backbone.newline(), **extra)
 
 
-@pytest.mark.parametrize("video", VIDEOS, ids=["file", "clip"])
 @pytest.mark.parametrize("name", FAST)
-def test_a_generic_model_has_the_tokens_prompts_and_positions_of_the_family_with_its_own_code(
-    name, video, tiny_checkpoint
-):
-    fast, generic = (ModelSource.resolve(tiny_checkpoint(name), family=family) for family in (None, "generic"))
-    a, b = encode(fast, video), encode(generic, video)
-    assert torch.equal(a.tokens, b.tokens) and len(a.deepstack) == len(b.deepstack)
-    assert all(map(torch.equal, a.deepstack, b.deepstack))
-    for positions in ("original", "contiguous", None):
-        builders = [prompt_builder(source, positions) for source in (fast, generic)]
-        for text in ("Is it red?", "What is <|video_pad|> or <image> or <video>, Käse and 一?"):
-            p, q = (builder.build(text, [visual]) for builder, visual in zip(builders, (a, b), strict=True))
+def test_a_generic_model_has_the_tokens_prompts_and_positions_of_the_family_with_its_own_code(name, tiny_checkpoint):
+    sources = [ModelSource.resolve(tiny_checkpoint(name), family=family) for family in (None, "generic")]
+    for video in VIDEOS:
+        a, b = visuals = [encode(source, video) for source in sources]
+        assert all(map(torch.equal, (a.tokens, *a.deepstack), (b.tokens, *b.deepstack)))
+        assert len(a.deepstack) == len(b.deepstack)
+        for positions in ("original", "contiguous"):
+            builders = [prompt_builder(source, positions) for source in sources]
+            assert len({builder.n_visual([visual]) for builder, visual in zip(builders, visuals, strict=True)}) == 1
+            for text in ("Is it red?", "What is <|video_pad|> or <image> or <video>, Käse and 一?"):
+                p, q = (builder.build(text, [visual]) for builder, visual in zip(builders, visuals, strict=True))
+                assert torch.equal(p.input_ids, q.input_ids) and torch.equal(p.positions, q.positions)
+            p, q = (builder.build("Is it red?", []) for builder in builders)
             assert torch.equal(p.input_ids, q.input_ids) and torch.equal(p.positions, q.positions)
-            assert (len(p), builders[0].n_visual([a])) == (len(q), builders[1].n_visual([b]))
-        p, q = (builder.build("Is it red?", []) for builder in builders)
-        assert torch.equal(p.input_ids, q.input_ids) and torch.equal(p.positions, q.positions)
-    models = [load_language_model(source, RUNTIME) for source in (fast, generic)]
-    prompts = [b.build("Is it red?", [v]) for b, v in zip(map(prompt_builder, (fast, generic)), (a, b), strict=True)]
+    models = [load_language_model(source, FLOAT32) for source in sources]
+    prompts = [prompt_builder(source).build("?", [visual]) for source, visual in zip(sources, visuals, strict=True)]
     logits = [model.logits([prompt], 1)[0] for model, prompt in zip(models, prompts, strict=True)]
     torch.testing.assert_close(*logits, rtol=0, atol=2e-4 if name == "llava_onevision" else 1e-5)
     scores = [model.score([prompt], [["A", " blue"]])[0] for model, prompt in zip(models, prompts, strict=True)]
     for one, two in zip(*scores, strict=True):
         assert one.n_tokens == two.n_tokens and one.logprob == pytest.approx(two.logprob, abs=2e-3)
-    answers = [m.generate([p] * 2, [Decoding(8)] * 2) for m, p in zip(models, prompts, strict=True)]
-    assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
+    answers = [m.generate([p], [Decoding(4)])[0].token_ids for m, p in zip(models, prompts, strict=True)]
+    assert answers[0] == answers[1]
 
 
 @pytest.fixture
@@ -82,7 +78,7 @@ def source(tiny_checkpoint) -> ModelSource:
 
 
 def test_no_method_prunes_inside_a_generic_model(source):
-    model, prompt = load_language_model(source, RUNTIME), prompt_builder(source).build("Is it red?", [])
+    model, prompt = load_language_model(source, FLOAT32), prompt_builder(source).build("Is it red?", [])
     for answer, more in ((model.generate, [Decoding(1)] * 2), (model.score, [["A"]] * 2)):
         with pytest.raises(ValueError, match="fastv prunes inside a model, which models of the generic family"):
             answer([prompt] * 2, more, inside=(make_pruner("fastv"), 0.5))
@@ -93,15 +89,8 @@ def visual(source) -> Visual:
     return encode(source, VIDEOS[0])
 
 
-def test_a_builder_that_was_pickled_builds_the_same_prompt(source, visual):
-    builder = prompt_builder(source, "contiguous")
-    copied = pickle.loads(pickle.dumps(builder))  # noqa: S301 - made here
-    a, b = builder.build("Why?", [visual]), copied.build("Why?", [visual])
-    assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.positions, b.positions)
-
-
-def test_a_system_message_goes_through_the_checkpoint_s_template(source, visual):
-    builder = prompt_builder(source)
+def test_a_pickled_builder_takes_a_system_message_through_the_checkpoint_s_template(source, visual):
+    builder = pickle.loads(pickle.dumps(prompt_builder(source)))  # noqa: S301 - made here
     text = builder.tokenizer.decode(builder.build("Why?", [visual], system="Be <|video_pad|> brief.").input_ids)
     assert "Be <|video_pad|> brief." in text and text.index("Be ") < text.index("Why?")
 
@@ -136,7 +125,7 @@ def test_what_a_generic_prompt_does_not_have_is_refused_by_name(source, visual):
         prompt_builder(ModelSource.resolve(source.name, family="generic", gate=False))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma4", "molmo2", "smolvlm", "glm4v", "llava_onevision"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma4", "llava_onevision"])
 def test_a_record_has_all_that_the_processor_returned_but_pixels_and_paths(name, tiny_checkpoint):
     source = ModelSource.resolve(tiny_checkpoint(name), family="generic")
     record = encode(source, VIDEOS[0]).extra["record"]

@@ -86,15 +86,6 @@ def test_the_ids_are_those_of_the_stock_template_and_processor(name, messages):
     assert builder(name).build_chat(messages, [visual]).input_ids.tolist() == stock_ids(name, messages, visual)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_videos_of_several_turns_stand_in_their_turns(name):
-    one, two = (timed(video(name, n_frames=n)) for n in (2, 4))
-    messages = [*FIRST[:2], turn("user", "And this one?", VIDEO, "Which is longer?")]
-    prompt = builder(name).build_chat(messages, [one, two])
-    assert prompt.input_ids.tolist() == stock_ids(name, messages, one, two)
-    assert prompt.spans[0][1] < prompt.spans[1][0] and prompt.visuals == (one, two)
-
-
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_all_tokens_the_logits_and_replies_are_those_of_the_stock_model_on_pixels(name, messages):
@@ -107,17 +98,6 @@ def test_with_all_tokens_the_logits_and_replies_are_those_of_the_stock_model_on_
     assert (logits - expected).abs().max() < 5e-5  # as of single questions
     (answer,) = llm(name).generate([prompt], [GREEDY])
     assert answer.token_ids == stock_greedy(name, inputs)
-
-
-def test_a_conversation_shares_its_video_with_others_that_begin_alike():
-    """Questions that follow the same turns go through the model together, and say what each says alone."""
-    visual = encode("tiny").visual
-    build = builder("tiny").build_chat
-    prompts = [build([*FIRST[:2], turn("user", words)], [visual]) for words in ("What?", "Why does it do that?")]
-    together = llm("tiny").generate(prompts, [GREEDY] * 2)
-    alone = [llm("tiny").generate([p], [GREEDY])[0] for p in prompts]
-    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
-    assert together[0].token_ids != together[1].token_ids
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,6 @@ def test_older_rules_of_qwen2_5(rule, whole_seconds):
         assert torch.equal(prompt.positions, old_positions(prompt, config.video_token_id, clip, whole_seconds))
 
 
-def test_the_text_after_a_long_video_lies_where_the_rule_says():
-    clip = video(QWEN[0], 30, seconds=2.0)
-    new, old = (builder(QWEN[0], rule=rule).build("Why?", [clip]) for rule in ("transformers-5", "vllm"))
-    start = new.positions[0, new.prefix_length - len(clip.index)]
-    assert new.positions[0, new.prefix_length] == start + 6  # the larger side of the grid; the last frame is at 116
-    assert old.positions[0, old.prefix_length] == start + 29 * 4 + 1
-
-
 @pytest.mark.parametrize(("rule", "outer"), [("transformers-5", True), ("transformers-4.57", False), ("vllm", False)])
 def test_every_patch_of_qwen3_has_its_time_also_with_no_token_left(rule, outer):
     name, index = QWEN[1], [0, 5, 3 * PER_FRAME + 1]
@@ -106,35 +98,11 @@ def test_stock_times_are_those_of_the_stock_processor():
         assert stock_times.tokenizer.decode(prompt.input_ids) == told, (indices, fps)
 
 
-def test_true_times_come_from_the_cache_under_every_rule():
-    clip = sampled([0, 50, 99], 10.0)
-    for rule in ("transformers-5", "transformers-4.57", "vllm"):
-        makers = [builder(QWEN[1], None, rule, times) for times in ("true", "stock")]
-        true, other = (text_of(QWEN[1], maker.build("Why?", [clip])) for maker in makers)
-        assert "<0.2 seconds>" in true and "<1.6 seconds>" in true
-        assert other == true.replace("<0.2 seconds>", "<2.5 seconds>").replace("<1.6 seconds>", "<9.9 seconds>")
-
-
 @pytest.mark.parametrize(("indices", "fps"), [((), 25.0), ([0, 1], None), ([0, 1, 2], 25.0), ([0, 1], 0.0)])
 def test_a_cache_that_does_not_tell_the_frames_says_what_to_do(indices, fps):
     clip = dataclasses.replace(video(QWEN[1], 1), frame_indices=indices, fps=fps)
     with pytest.raises(ValueError, match=r"lacks the indices .*: prune the video again, or use --frame-times"):
         builder(QWEN[1], frame_times="stock").build("Why?", [clip])
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("tiny", "<|im_start|>user ***\nWhy?<|im_end|><|im_start|>assistant\n"),  # two tokens and the newline
-        (
-            QWEN[0],
-            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-            "<|vision_start|>**<|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n",
-        ),
-    ],
-)
-def test_the_text_of_a_prompt(name, text):
-    assert text_of(name, builder(name).build("Why?", [video(name, index=[4, 9])])) == text
 
 
 @pytest.mark.parametrize(

@@ -56,19 +56,6 @@ def test_all_tokens_of_one_video_and_of_two_give_the_logits_of_the_stock_model_o
         assert answer.token_ids == stock_greedy(name, inputs)
 
 
-def test_what_bfloat16_storage_changes_stays_small(name, source, video):
-    stored = dataclasses.replace(
-        video.visual,
-        tokens=video.visual.tokens.bfloat16(),
-        deepstack=tuple(level.bfloat16() for level in video.visual.deepstack),
-    )
-    prompts = [prompt_builder(source).build(QUESTION, [visual]) for visual in (video.visual, stored)]
-    exact, rounded = (llm(name).logits([prompt])[0] for prompt in prompts)
-    change = (exact - rounded).abs()
-    # Measured: 0.01 to 0.03, of logits whose deviation is 2; 0.12 with tokens of which some take another expert.
-    assert 0 < change.quantile(0.9) < 0.15
-
-
 def test_dropping_tokens_equals_masking_them(name, source, video):
     if name in RECURRENT:
         pytest.skip("a state of linear attention has no token to mask")

@@ -16,7 +16,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
-from gstep.language import Decoding, Prompt, PromptPolicy, prompt_builder, rendering
+from gstep.language import Decoding, PromptPolicy, prompt_builder, rendering
 from gstep.language.prompt import chat_template
 from gstep.language.types import read_placeholder
 from tests.gstep.language.prompts import QWEN, builder, text_of, video
@@ -62,16 +62,6 @@ def test_where_frames_get_their_times_from_is_told_only_where_prompts_tell_times
     if not tells:
         plain, same = (maker.build("Why?", [video(name)]) for maker in (true, stock))
         assert torch.equal(plain.input_ids, same.input_ids) and torch.equal(plain.positions, same.positions)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_ids_are_those_of_the_whole_text(name):
-    maker = builder(name)
-    prompt = maker.build("Qu'est-ce qui se passe? 什么  \n", [video(name, index=[0, 1, 2])])
-    whole = maker.tokenizer(maker.tokenizer.decode(prompt.input_ids), add_special_tokens=False).input_ids
-    assert prompt.input_ids.tolist() == whole
-    assert maker.n_visual([video(name, index=[0, 1, 2])]) == (4 if name == "tiny" else 3)
-    assert (prompt.input_ids == read_placeholder(stock(name).config)[1]).sum() == maker.n_visual(prompt.visuals)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -146,12 +136,6 @@ def test_tokens_in_order_of_selection_do_not_get_into_wrong_frames(name):
 def test_unknown_policies_and_options_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
-
-
-def test_a_prompt_takes_the_room_of_its_tokens_or_of_positions_with_gaps():
-    ids = torch.zeros(4, dtype=torch.int64)
-    dense, gaps = (Prompt(ids, torch.tensor([positions]), (), 2) for positions in ([0, 1, 1, 2], [0, 5, 9, 10]))
-    assert (len(dense), dense.extent, gaps.extent) == (4, 4, 11)
 
 
 @pytest.fixture

@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import gstep
-from gstep.density import spatio_temporal_density
 from gstep.pruners.flashvid import merge_back, pick_diverse
 from gstep.pruners.holitom import choose_windows
-from gstep.pruners.topk import TopK
-from gstep.pruners.vectors import compute_group_means, normalize_rows
+from gstep.pruners.vectors import normalize_rows
 from gstep.pruners.vidcom2 import compute_frame_budgets, find_calm_channels
 from tests.gstep.synthetic import prune, video
 
@@ -147,32 +144,3 @@ def test_unit_of_any_magnitude_and_of_zero() -> None:
     assert torch.allclose(normalize_rows(rows), torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.6, 0.8]]))
     halves = normalize_rows(torch.tensor([[[60000.0, 60000.0]]]).half())  # whose squares are beyond 16 bits
     assert halves.dtype == torch.float32 and torch.allclose(halves, torch.full((1, 1, 2), 0.5**0.5))
-
-
-def test_the_mean_of_each_group_and_of_none() -> None:
-    rows = torch.tensor([[1.0, 0.0], [3.0, 2.0], [5.0, 5.0], [7.0, 7.0]])
-    mean, count = compute_group_means(torch.tensor([0, 0, -1, 2]), rows, 3)
-    assert mean.tolist() == [[2.0, 1.0], [0.0, 0.0], [7.0, 7.0]]
-    assert count.tolist() == [2, 0, 1]
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{}, {"fusion": "spatial"}, {"sigma": 2, "boundary": "zero"}, {"smoothing": "box", "radius": 2}, {"eps": 1}],
-    ids=str,
-)
-def test_topk_keeps_the_densest_by_its_parameters(params: dict[str, Any]) -> None:
-    tokens = video(6, 9, 16)
-    expected_TN, expected_T = spatio_temporal_density(tokens, **params)
-    rho_M, temporal_T = TopK(**params).density(tokens)
-    assert torch.equal(rho_M, expected_TN.flatten()) and torch.equal(temporal_T, expected_T)
-    assert not params or not torch.equal(rho_M, TopK().density(tokens)[0])
-    pruned = gstep.prune(tokens, method="topk", budget=10, **params)
-    assert pruned.index.tolist() == sorted(np.argsort(-rho_M.numpy(), kind="stable")[:10].tolist())
-
-
-def test_fastvid_variants_need_and_assume_different_things() -> None:
-    llava, qwen = gstep.make_pruner("fastvid"), gstep.make_pruner("fastvid", variant="qwen")
-    assert (llava.needs, qwen.needs) == ({"frame_feature", "token_attention"}, {"token_attention"})
-    assert (llava.params()["tau"], qwen.params()["tau"]) == (0.9, 0.84)
-    assert gstep.make_pruner("fastvid", variant="qwen", tau=0.5).params()["tau"] == 0.5

@@ -1,7 +1,6 @@
 """The lazy selection of large inputs against the oracle and the plain form; its bound; and who takes it."""
 
 import sys
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -47,18 +46,6 @@ def test_keeps_what_the_oracle_in_float64_keeps_and_a_smaller_budget_is_a_prefix
     whole = lazy_density_guided_fps(tokens_MD, rho, budget)
     for smaller in (1, 30, budget - 1):
         assert torch.equal(lazy_density_guided_fps(tokens_MD, rho, smaller), whole[:smaller])
-
-
-@pytest.mark.parametrize("dims", [0, 16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_copies_of_a_token_go_to_the_lowest_index(kind: str, dims: int) -> None:
-    frame = video(kind, n_frames=1, per_frame=37, hidden=333)[0]
-    for block, (alpha, copies) in product(BLOCKS, ((1.0, 3), (0.5, 9))):
-        rho = torch.linspace(0.5, 1, len(frame)).double().repeat(copies) if alpha < 1 else torch.zeros(copies * 37)
-        given_tokens = frame.repeat(copies, 1), rho, 2 * len(frame)
-        ours = lazy_density_guided_fps(*given_tokens, alpha=alpha, candidates=block, dims=dims).tolist()
-        assert sorted(ours[: len(frame)]) == list(range(len(frame))), block
-        assert ours[len(frame) :] == sorted(ours[len(frame) :], key=lambda place: (-rho[place], place)), block
 
 
 def test_edge_videos_as_the_readable_form() -> None:

@@ -134,23 +134,6 @@ def test_sizes_are_those_of_the_stock_resize(family, more, n_frames, height, wid
 
 
 @pytest.mark.parametrize(
-    ("family", "shape", "size"),
-    [
-        ("qwen2_5_vl", (32, 1080, 1920), (1092, 1932)),  # each frame by itself
-        ("qwen2_5_vl", (768, 1080, 1920), (1092, 1932)),
-        ("qwen2_5_vl", (1, 10, 10), (56, 56)),
-        ("qwen3_vl", (32, 1080, 1920), (640, 1152)),  # all frames together
-        ("qwen3_vl", (768, 1080, 1920), (128, 224)),
-        ("qwen3_vl", (2, 10, 1900), (32, 6080)),
-        ("qwen3_vl", (3, 48, 80), (64, 64)),  # halves round to even
-    ],
-)
-def test_sizes_at_the_settings_of_the_hub(family, shape, size):
-    """By hand from the stock smart_resize, in case its file moves."""
-    assert preprocessor_of(family, **HUB[family]).target_size(*shape) == size
-
-
-@pytest.mark.parametrize(
     ("family", "shape", "message"),
     [
         ("qwen2_5_vl", (8, 9, 2000), "2000x9 pixels have an aspect ratio of 222"),

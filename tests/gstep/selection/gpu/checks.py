@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from gstep.selection import reference
 from gstep.selection.gpu import check, gram, launch
@@ -96,21 +94,6 @@ def test_order_is_the_oracles_where_products_are_exact(alpha: float, dtype: torc
 def test_keys_that_differ_in_their_last_bit_are_no_tie(seed: int, form: str) -> None:
     # Of these a logarithm would make two different keys equal at the 30th and the 18th pick, on some CPUs.
     assert_as_plain(form, grid(40, 8, 3, seed).half(), levels(40, seed), 40)
-
-
-@settings(derandomize=True, deadline=None, max_examples=2, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    seed=st.integers(0, 10_000),
-    n_tokens=st.integers(1, 33),
-    dim=st.sampled_from([1, 3, 8, 17]),
-    alpha=st.sampled_from([0.05, 0.3, 0.5, 0.9, 1.0]),
-    start=st.sampled_from(STARTS),
-    candidates=st.sampled_from([1, 4, 24]),
-)
-def test_any_integers(seed: int, n_tokens: int, dim: int, alpha: float, start: str, candidates: int) -> None:
-    tokens, rho = grid(n_tokens, dim, 2, seed).half(), levels(n_tokens, seed)
-    for form in FORMS:
-        assert_as_plain(form, tokens, rho, n_tokens, candidates, alpha=alpha, start=start)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
