@@ -41,7 +41,7 @@ def numpy_smooth(change: Array, kernel: Array, boundary: str) -> Array:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(3, 196, 3584), (2, 17, 513), (40, 4, 511), (2, 700, 1600), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(3, 17, 3584), (40, 4, 511), (2, 700, 600), (1, 1, 1)])
 def test_mean_and_spatial_density_are_equations_2_and_3_in_blocks_that_change_no_bit(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from gstep.backbones import ModelSource, Runtime, family_of, gpu_forms
-from gstep.backbones.gpu_forms import FusedSteps, attend_in_pieces, optimize_qwen
+from gstep.backbones import ModelSource, Runtime, family_of
+from gstep.backbones.gpu_forms import FusedSteps, optimize_qwen
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, asked_of, frames_for
 from tests.gstep.synthetic import needs_cuda
 
@@ -75,33 +75,6 @@ def test_a_gated_mlp_is_padded_once():
         assert len(mlp.gate_proj.weight) == -(-width // 128) * 128 > width
         x = torch.randn(7, mlp.gate_proj.weight.shape[1], generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(mlp(x), stock.blocks[0].mlp(x), atol=1e-6, rtol=1e-5)
-
-
-def pieces(lengths, heads=2, width=8, dtype=torch.float32, device="cpu"):
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(sum(lengths), 3, heads, width, generator=generator).to(device, dtype)
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    return qkv.unbind(1), bounds
-
-
-def piece_by_piece(parts, bounds):
-    split = zip(*(part.split(bounds.diff().tolist()) for part in parts), strict=True)
-    return torch.cat([gpu_forms._attend_batch(q[None], k[None], v[None])[0] for q, k, v in split])
-
-
-def test_pieces_attend_to_themselves():
-    for lengths in ([5], [4, 4, 4], [4, 2, 4, 1, 2], [1, 64, 64, 16]):
-        parts, bounds = pieces(lengths)
-        torch.testing.assert_close(attend_in_pieces(*parts, bounds, max(lengths)), piece_by_piece(parts, bounds))
-
-
-@needs_cuda
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("lengths", [[4, 4, 4], [4, 2, 64, 1, 2]])
-def test_pieces_attend_to_themselves_on_a_gpu(lengths, dtype):
-    parts, bounds = pieces(lengths, width=80, dtype=dtype, device="cuda")
-    found = attend_in_pieces(*parts, bounds, max(lengths)).float()
-    torch.testing.assert_close(found, piece_by_piece(parts, bounds).float(), atol=2e-2, rtol=2e-2)
 
 
 @needs_cuda

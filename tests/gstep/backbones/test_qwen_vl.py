@@ -4,14 +4,10 @@ import json
 
 import pytest
 import torch
-from transformers.vision_utils import get_vision_window_index
 
 from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
-from gstep.backbones.runtime import build_empty_model
-from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
-from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, load_stock, stock_features
-from tests.gstep.qwen_configs import PREPROCESSOR, SIZES
+from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, load_stock
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
 
 #: What a video of five frames, as large as 16 x 9 tokens, has in either family.
@@ -76,47 +72,6 @@ def test_limits_of_pixels_overrule_the_checkpoints(source):
     assert limited.identity == source.identity
     with pytest.raises(ModelError, match="at least 50000 and at most 10 pixels"):
         family_of(source).with_limits(50_000, 10, None)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
-    config, hidden, millions = SIZES[size]
-    family = config["model_type"]
-    source = ModelSource(size, "none", CheckpointFiles("folder", "/none"), (), family, config, PREPROCESSOR[family])
-    levels = 3 if family == "qwen3_vl" else 0
-    static = family_of(source).static()
-    assert (static.hidden_size, static.newline, static.deepstack_levels) == (hidden, None, levels)
-    preprocessor = family_of(source).preprocessor()
-    height, width = preprocessor.target_size(33, 720, 1280)
-    T, H, W = preprocessor.grid_thw(33, height, width)
-    assert T == 17
-    assert family_of(source).token_bytes(33, height, width) == 17 * H * W // 4 * hidden * 2 * (1 + levels)
-    tower = build_empty_model(source.parse_stock_config().vision_config, Runtime("cpu", torch.bfloat16, "sdpa"))
-    assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in tower.parameters())
-    assert tower.config.out_hidden_size == hidden
-    assert round(sum(parameter.numel() for parameter in tower.parameters()) / 1e6) == millions
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
-def test_windows_are_in_the_order_of_the_stock_tower(source):
-    backbone = family_of(source).load(FLOAT32)
-    for rows, columns in ((4, 4), (5, 4), (8, 8), (9, 16), (3, 2), (1, 13)):
-        expected, _ = get_vision_window_index(torch.tensor([[1, 2 * rows, 2 * columns]]), 2, 112, 14)
-        assert torch.equal(backbone.family.tower_order(rows, columns, backbone.model.config), expected)
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
-def test_windows_put_tokens_in_another_order_than_space(source):
-    """On these frames the trap exists: merging last_hidden_state gives the same tokens at other places."""
-    frames = frames_for(source, 2, (12, 17))
-    (tokens_MD,) = stock_features(source, frames, torch.float32)
-    backbone = family_of(source).load(FLOAT32)
-    patches = backbone.preprocessor.patches(frames, "cpu", torch.float32)
-    grid = torch.tensor([backbone.preprocessor.grid_thw(*frames.shape[:3])])
-    in_windows = backbone.model.merger(backbone.model(patches, grid_thw=grid, return_dict=True).last_hidden_state)
-    assert not torch.equal(in_windows, tokens_MD)
-    torch.testing.assert_close(in_windows.sort(0).values, tokens_MD.sort(0).values, atol=1e-5, rtol=0)
-    assert torch.equal(backbone.encode(frames).tokens.flatten(0, 1), tokens_MD)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])

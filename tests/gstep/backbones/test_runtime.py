@@ -1,14 +1,10 @@
 """Device, dtype and attention are chosen in one place; importing the package stays light."""
 
-import json
-import pickle
-
 import pytest
 import torch
 import transformers
 import transformers.modeling_utils
 
-import gstep.backbones
 from gstep.backbones import Runtime, choose_runtime
 from gstep.backbones.runtime import ATTENTION, FLASH
 from gstep.errors import ModelError
@@ -77,15 +73,6 @@ def test_unknown_names_are_refused(wrong, machine):
     machine(cuda=False)
     with pytest.raises(ModelError, match="known: auto"):
         choose_runtime(**wrong)
-
-
-def test_describe_is_json_and_a_runtime_pickles():
-    chosen = choose_runtime("cpu", "bfloat16")
-    description = chosen.describe()
-    assert json.loads(json.dumps(description)) == description
-    assert description["dtype"] == "bfloat16" and description["torch"] == torch.__version__
-    assert pickle.loads(pickle.dumps(chosen)) == chosen  # noqa: S301 - our own bytes
-    assert all(getattr(gstep.backbones, name) is not None for name in gstep.backbones.__all__)
 
 
 def test_tables_need_no_torch_selections_no_triton_preprocessing_no_transformers_and_live_pruning_those_alone():

@@ -19,17 +19,6 @@ from gstep.language.weights import read_generation_config
 from tests.gstep.reading import INDEX, changed_json, count_reading
 
 
-def test_files_of_a_folder_are_found_by_name_and_ending(folder):
-    files = CheckpointFiles.locate(str(folder))
-    assert (files.kind, files.location, files.revision) == ("folder", str(folder.resolve()), None)
-    assert files.find("config.json") == folder / "config.json" and files.has("config.json")
-    assert files.find("other.json") is None and not files.has("other.json")
-    (folder / "shards").mkdir()
-    assert files.find("shards") is None
-    assert files.names(".safetensors") == ["model.safetensors"] and files.names(".bin") == []
-    assert pickle.loads(pickle.dumps(files)) == files  # noqa: S301 - our own bytes
-
-
 def test_a_tiny_models_name_comes_before_a_folder_of_that_name(tmp_path, monkeypatch):
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)

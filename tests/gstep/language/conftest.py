@@ -3,10 +3,10 @@
 import pytest
 
 from gstep.backbones import ModelSource
-from tests.gstep.llms import FAMILIES, encode, ragged
+from tests.gstep.llms import KINDS, encode, ragged
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=KINDS)
 def name(request):
     return request.param
 

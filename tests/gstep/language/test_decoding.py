@@ -5,9 +5,10 @@ import torch
 
 from gstep.language import Decoding
 from gstep.language.decoding import SeededSampling
-from tests.gstep.llms import DENSE, GREEDY, ids_of, llm
+from tests.gstep.llms import GREEDY, ids_of, llm
 
 
+@pytest.mark.parametrize("name", ["tiny-qwen3-vl", "tiny-qwen3-5"], scope="module")
 def test_a_drawn_answer_depends_on_its_own_seed_alone(name, prompts):
     def decodings(*seeds):
         return [Decoding(max_new_tokens=8, temperature=0.9, top_p=0.95, top_k=50, seed=seed) for seed in seeds]
@@ -17,19 +18,6 @@ def test_a_drawn_answer_depends_on_its_own_seed_alone(name, prompts):
     assert ids_of(together[:4]) == ids_of(alone)
     assert together[4].token_ids != together[0].token_ids
     assert together[5].token_ids == llm(name).generate([prompts[0]], [GREEDY])[0].token_ids
-
-
-@pytest.mark.parametrize("name", DENSE, scope="module")
-def test_draws_follow_the_distribution(name, prompts):
-    probabilities = torch.softmax(llm(name).logits([prompts[2]])[0][-1] / 0.8, dim=-1)
-    top = set(torch.topk(probabilities, 3).indices.tolist())
-    decodings = [Decoding(max_new_tokens=1, temperature=0.8, top_k=3, seed=seed) for seed in range(400)]
-    batches = [llm(name).generate([prompts[2]] * 50, decodings[start : start + 50]) for start in range(0, 400, 50)]
-    draws = [answer.token_ids[0] for batch in batches for answer in batch if answer.token_ids]
-    assert set(draws) <= top
-    kept = probabilities[sorted(top)] / probabilities[sorted(top)].sum()
-    for token, share in zip(sorted(top), kept.tolist(), strict=True):
-        assert abs(draws.count(token) / len(draws) - share) < 0.1  # four standard deviations of an even share
 
 
 def drawn(scores, seeds=range(300), **options):
@@ -43,8 +31,8 @@ def drawn(scores, seeds=range(300), **options):
 
 def test_the_temperature_divides_the_logits_from_greedy_to_any_heat():
     for temperature, share in ((0.5, 0.881), (1.0, 0.731), (4.0, 0.562)):
-        draws = [drawn([0.0, 1.0], range(i, i + 1), temperature=temperature) for i in range(1000)]
-        assert draws.count({1}) / 1000 == pytest.approx(share, abs=0.05)
+        draws = [drawn([0.0, 1.0], range(i, i + 1), temperature=temperature) for i in range(500)]
+        assert draws.count({1}) / 500 == pytest.approx(share, abs=0.05)
     for temperature in (1e-300, 1e-38, 1e-7):
         for options in ({}, {"top_p": 0.5, "top_k": 2}):
             assert drawn([30.0, -5.0, 31.0, 29.0], range(20), temperature=temperature, **options) == {2}

@@ -78,7 +78,7 @@ def test_all_cases_are_here() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_selection(method: str, dtype: torch.dtype, device: str) -> None:
     found = {}
-    for case in (case for case in CASES if case["method"] == method):
+    for case in [case for case in CASES if case["method"] == method][:: 1 if dtype == torch.float32 else 4]:
         wrong = list_differences(case, run(case, tensor(TOKENS[case["input"]], dtype).to(device)))
         if wrong and case["stable"]:  # else a tie within rounding noise went the other way
             found[case["case"]] = wrong
@@ -87,7 +87,7 @@ def test_selection(method: str, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_16_bits_select_what_the_same_values_in_float32_do(dtype: torch.dtype) -> None:
-    for case in CASES[::5]:
+    for case in CASES[::11]:
         tokens = tensor(TOKENS[case["input"]], dtype)
         pruned, expected = run(case, tokens), run(case, tokens.float())
         assert torch.equal(pruned.index, expected.index), case["case"]

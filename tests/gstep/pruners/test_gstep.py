@@ -57,7 +57,7 @@ def test_all_cases_are_here() -> None:
     assert len(DATA["orders"]) == sum(case["n_kept"] for case in CASES)
 
 
-@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.float64, 3), (torch.float16, 7)], ids=str)
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.float64, 11), (torch.float16, 17)], ids=str)
 @pytest.mark.parametrize("name", INPUTS)
 def test_selection(name: str, dtype: torch.dtype, step: int) -> None:
     wrong = []
@@ -78,7 +78,7 @@ def test_selection(name: str, dtype: torch.dtype, step: int) -> None:
 
 
 def test_bfloat16_selects_what_the_same_values_in_float64_do() -> None:
-    for case in CASES[::7]:
+    for case in CASES[::17]:
         tokens = tokens_of(case["input"], torch.bfloat16)
         assert picks(prune_case(case, tokens)) == picks(prune_case(case, tokens.double())), case["case"]
 

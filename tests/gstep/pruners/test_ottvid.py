@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import gstep
 from gstep.pruners.ottvid import divide_merges, plan_transport
 from tests.gstep.synthetic import prune, video
 
@@ -49,13 +48,3 @@ def test_ottvid_drops_what_is_too_far_and_keeps_the_count() -> None:
     assert len({tuple(pruned.index.tolist()) for pruned in kept}) == 1
     n_merged = [int(pruned.merged.sum()) for pruned in kept if pruned.merged is not None]
     assert n_merged[0] == 0 < n_merged[1] < n_merged[2]
-
-
-def test_ottvid_looks_at_the_grid() -> None:
-    tokens = video(1, 12, 8).repeat(4, 1, 1) + video(4, 12, 8, seed=1)
-    evidence = {"token_attention": torch.rand(4, 12, generator=torch.Generator().manual_seed(0))}
-    square, line = (
-        gstep.prune(tokens, 0.4, "ottvid", evidence=evidence, grid=grid, theta=1.0) for grid in ((3, 4), (1, 12))
-    )
-    assert not torch.equal(square.tokens, line.tokens)
-    assert torch.equal(gstep.prune(tokens, 0.4, "ottvid", evidence=evidence, theta=1.0).tokens, square.tokens)

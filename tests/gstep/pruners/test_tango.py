@@ -1,31 +1,12 @@
 """Tango where golden cases do not reach: rotation by hand, groups, blocks, sinks, times, counts."""
 
-import math
-
 import pytest
 import torch
 
 import gstep
 from gstep.pruners import tango
 from gstep.pruners.tango import find_groups, rotate_directions
-from gstep.pruners.vectors import normalize_rows
-from tests.gstep.synthetic import evidence_for, prune, video
-
-
-def test_tango_rotates_channel_by_channel() -> None:
-    """13 channels: 5 of time, of which the last stays, and 4 each of row and column."""
-    direction = normalize_rows(video(2, 6, 13).double())
-    rotated = rotate_directions(direction, (0.0, 2.5), columns=3)
-    for t, n in ((0, 0), (0, 5), (1, 4)):
-        expected = direction[t, n].tolist()
-        for start, width, position, base in ((0, 4, 2.5 * t, 1e4), (5, 4, n // 3, 1e3), (9, 4, n % 3, 1e3)):
-            for i in range(width // 2):
-                angle = position * base ** (-2 * i / width)
-                left, right = (float(direction[t, n, start + i + part]) for part in (0, width // 2))
-                expected[start + i] = left * math.cos(angle) - right * math.sin(angle)
-                expected[start + i + width // 2] = right * math.cos(angle) + left * math.sin(angle)
-        assert torch.allclose(rotated[t, n], torch.tensor(expected, dtype=torch.float64), atol=1e-12)
-    assert torch.allclose(rotated.norm(dim=-1), direction.norm(dim=-1))
+from tests.gstep.synthetic import video
 
 
 def test_tango_sections_are_those_of_the_official_code_at_its_width() -> None:
@@ -67,24 +48,3 @@ def test_tango_takes_the_sinks_of_llava_onevision_for_unattended() -> None:
         )
         kept[variant] = len({11, 12, 27, 28, 41, 169} & set((pruned.index % 196).tolist()))
     assert kept == {"llava": 0, "qwen": 6}
-
-
-def test_tango_looks_at_the_grid_and_at_times() -> None:
-    tokens = video(1, 12, 16).repeat(6, 1, 1) + video(6, 12, 16, seed=1)
-    pruner = gstep.make_pruner("tango", tau=-1.0)
-    evidence = evidence_for(pruner, tokens)
-    usual = gstep.prune(tokens, 0.3, pruner, evidence=evidence)
-    same = gstep.prune(tokens, 0.3, pruner, evidence=evidence, grid=(3, 4), times=range(6))
-    assert torch.equal(usual.tokens, same.tokens)
-    for places in ({"grid": (1, 12)}, {"times": [0.1 * t for t in range(6)]}):
-        other = gstep.prune(tokens, 0.3, pruner, evidence=evidence, **places)
-        assert not torch.equal(usual.index, other.index)
-
-
-def test_tango_tau_follows_the_ratio_and_variants_differ_in_evidence() -> None:
-    tokens = video(1, 30, 16).repeat(6, 1, 1) + 0.6 * video(6, 30, 16, seed=1)  # cosines about 0.73
-    for ratio, tau in ((0.1, 0.65), (0.2, 0.8)):
-        assert torch.equal(prune(tokens, ratio, "tango").tokens, prune(tokens, ratio, "tango", tau=tau).tokens)
-    llava, qwen = (gstep.make_pruner("tango", variant=variant) for variant in ("llava", "qwen"))
-    assert dict(llava.sources) == {"token_attention": "pooling_head"}
-    assert dict(qwen.sources) == {"token_attention": "merged_queries"}

@@ -24,11 +24,10 @@ def select_by_all_forms(tokens: torch.Tensor, rho: torch.Tensor, budget: int, **
         yield lazy_density_guided_fps(tokens, rho, budget, candidates=block, dims=dims, **options).tolist()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
-def test_order_is_exact_where_arithmetic_is(alpha: float, start: str, dtype: torch.dtype) -> None:
-    for seed, n_tokens in enumerate([1, 2, 3, 17, 60]):
+@pytest.mark.parametrize(("alpha", "dtype"), zip((0.3, 0.3, 0.5, 1.0), FLOATS, strict=True), ids=str)
+def test_order_is_exact_where_arithmetic_is(start: str, alpha: float, dtype: torch.dtype) -> None:
+    for seed, n_tokens in enumerate([1, 2, 17, 40]):
         tokens = exact_tokens(n_tokens, seed)
         tokens[n_tokens // 2] = 0
         rho = np.random.default_rng(seed).choice([0.0, 0.25, 0.5, 1.0], n_tokens)
@@ -73,12 +72,13 @@ def test_no_density_at_all_and_zero_tokens(start: str, alpha: float) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_copies_of_a_token_go_to_the_lowest_index(dtype: torch.dtype) -> None:
-    for n_copies, n_tokens, dim in ((7, 11, 96), (3, 37, 777), (5, 49, 64), (9, 13, 33)):
+    for n_copies, n_tokens, dim in ((7, 11, 96), (3, 37, 777)):
         frame = torch.from_numpy(np.random.default_rng(n_tokens).normal(size=(n_tokens, dim))).to(dtype)
         rho = torch.zeros(n_copies * n_tokens)
-        ours = density_guided_fps(frame.repeat(n_copies, 1), rho, 2 * n_tokens, alpha=1.0).tolist()
-        assert sorted(ours[:n_tokens]) == list(range(n_tokens))
-        assert ours[n_tokens:] == list(range(n_tokens, 2 * n_tokens))
+        for form in (density_guided_fps, lazy_density_guided_fps):
+            ours = form(frame.repeat(n_copies, 1), rho, 2 * n_tokens, alpha=1.0).tolist()
+            assert sorted(ours[:n_tokens]) == list(range(n_tokens))
+            assert ours[n_tokens:] == list(range(n_tokens, 2 * n_tokens))
 
 
 def test_most_isolated_does_not_depend_on_the_block() -> None:
@@ -91,7 +91,7 @@ def test_most_isolated_does_not_depend_on_the_block() -> None:
     assert find_isolated_token(torch.ones(1, 3)).tolist() == find_isolated_token(torch.ones(5, 3)).tolist() == [0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 100_000), n_tokens=st.integers(1, 70), alpha=st.floats(0, 1), start=st.sampled_from(STARTS))
 def test_any_exact_input_follows_the_oracle(seed: int, n_tokens: int, alpha: float, start: str) -> None:
     rng = np.random.default_rng(seed)

@@ -79,11 +79,10 @@ def structured(n_frames: int, per_frame: int, dim: int, seed: int = 0) -> torch.
     return torch.from_numpy(scene + drift + 0.2 * rng.normal(size=scene.shape)).flatten(0, 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize(("alpha", "dtype"), zip((0.3, 0.5, 1.0), DTYPES, strict=True), ids=str)
 def test_order_is_the_oracles_where_products_are_exact(alpha: float, dtype: torch.dtype) -> None:
     case = round(10 * alpha) + DTYPES.index(dtype)
-    n_tokens, dim, start = (65, 33, 47)[case % 3], (4, 8, 16)[case % 3], STARTS[case % len(STARTS)]
+    n_tokens, dim, start = (40, 33, 37)[case % 3], (4, 8, 16)[case % 3], STARTS[case % len(STARTS)]
     tokens, rho = grid(n_tokens, dim, 1 + case % 3, case).to(dtype), levels(n_tokens, case)
     for form in FORMS:
         assert_as_plain(form, tokens, rho, n_tokens, alpha=alpha, start=start)
@@ -97,7 +96,7 @@ def test_keys_that_differ_in_their_last_bit_are_no_tie(seed: int, form: str) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("form", "candidates", "rounds"), [("gram", 0, 0), ("lazy", 5, 2), ("lazy", 48, 1)])
+@pytest.mark.parametrize(("form", "candidates", "rounds"), [("gram", 0, 0), ("lazy", 5, 2)])
 def test_continuous_tokens(form: str, candidates: int, rounds: int, dtype: torch.dtype) -> None:
     # Random tokens show what structured ones hide: a distance that missed one pick.
     rng = np.random.default_rng(1)
@@ -111,9 +110,9 @@ def test_continuous_tokens(form: str, candidates: int, rounds: int, dtype: torch
 def test_copies_of_a_token_go_to_the_lowest_index(form: str) -> None:
     # Whole numbers: of others the interpreter's products round by a row's place, and copies are copies no more.
     frame = torch.from_numpy(np.random.default_rng(3).integers(-8, 9, size=(13, 50))).half()
-    order = select(form, frame.repeat(7, 1), torch.zeros(91, dtype=torch.float64), 40, alpha=1.0)
+    order = select(form, frame.repeat(4, 1), torch.zeros(52, dtype=torch.float64), 30, alpha=1.0)
     assert sorted(order[:13]) == list(range(13))
-    assert order[13:] == list(range(13, 40))
+    assert order[13:] == list(range(13, 30))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -125,7 +124,7 @@ def test_zero_tokens_and_no_density(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("n_tokens", "budget"), [(1, 1), (16, 1), (33, 33), (32, 7)])
+@pytest.mark.parametrize(("n_tokens", "budget"), [(1, 1), (33, 33), (32, 7)])
 def test_any_budget(form: str, n_tokens: int, budget: int) -> None:
     tokens, rho = structured(1, n_tokens, 20), torch.from_numpy(np.random.default_rng(0).uniform(size=n_tokens))
     assert_as_plain(form, tokens.half(), rho, budget)
@@ -173,7 +172,7 @@ def test_the_range_of_norms_changes_nothing(dtype: torch.dtype, low: int, high: 
     assert select(form, spread, rho, 40) == density_guided_fps(tokens, rho, 40).tolist()
 
 
-HIDDEN = 512  # of a static video whose norms would be noise if they were not taken by the kernels' own products
+HIDDEN = 256  # of a static video whose norms would be noise if they were not taken by the kernels' own products
 
 
 def static_video() -> torch.Tensor:
@@ -229,7 +228,7 @@ def test_the_check_before_the_first_selection_passes(dtype: torch.dtype, monkeyp
     if INTERPRETED:  # whose own products of copies differ
         truncate(monkeypatch, 16)
     with defaults(torch.float64, "meta" if dtype == torch.float16 else None):
-        check_forms(torch.device(DEVICE), dtype, 24, 64, 20, tuning(dtype))
+        check_forms(torch.device(DEVICE), dtype, 24, 40, 20, tuning(dtype))
 
 
 @pytest.mark.parametrize("form", ["select_by_gram", "LazyForm"])
