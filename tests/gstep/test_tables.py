@@ -17,14 +17,7 @@ from gstep.evidence import SOURCES
 from gstep.families import FAMILIES, GENERIC
 from gstep.language import BUILDERS, PromptBuilder, prompt_builder
 from gstep.lazy import LazyTable, load_object, pause_garbage_collector, repeat_line
-from gstep.methods import METHODS, QUESTION_METHODS, VIDEO_METHODS
 from tests.waiting import wait_until
-
-
-def test_every_line_names_a_class_by_its_own_name():
-    assert not VIDEO_METHODS.keys() & QUESTION_METHODS.keys()
-    for name, target in METHODS.items():
-        assert load_object(target).name == name
 
 
 @pytest.mark.parametrize("method", [method for method in PRUNERS if PRUNERS[method].cacheable])
