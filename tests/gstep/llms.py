@@ -30,7 +30,6 @@ FAMILIES = (
     "tiny-internvl",
 )
 KINDS = ("tiny", "tiny-qwen3-vl", "tiny-qwen3-5")  # a newline; levels and three axes; a state
-DENSE = tuple(name for name in FAMILIES if not name.endswith("-moe"))
 RECURRENT = ("tiny-qwen3-5", "tiny-qwen3-5-moe")  # a token leaves its trace in a state that no mask takes back
 SECONDS = 1.3  # of a temporal patch: no whole number, so that cutting it shows
 FLOAT32 = choose_runtime("cpu", "float32", "sdpa")

@@ -10,14 +10,13 @@ import torch
 
 import gstep
 from gstep.pruners import tango
-from gstep.pruners.fastvid import count_llava_tokens, count_qwen_tokens
+from gstep.pruners.fastvid import count_qwen_tokens
 from gstep.pruners.flashvid import merge_back
 from gstep.pruners.holitom import choose_windows
 from gstep.pruners.novelty import Novelty, compute_token_novelty
-from gstep.pruners.ottvid import divide_merges, plan_transport
+from gstep.pruners.ottvid import plan_transport
 from gstep.pruners.segments import cut_segments
 from gstep.pruners.tango import find_groups, rotate_directions
-from gstep.pruners.vcast import compute_curvature, divide_budget
 from gstep.pruners.vectors import normalize_rows
 from gstep.pruners.vidcom2 import compute_frame_budgets
 from tests.gstep.oracle import exact_tokens, oracle
@@ -141,19 +140,6 @@ def test_ottvid_keeps_the_budget_and_a_token_of_each_frame_where_it_can() -> Non
     assert torch.equal(prune(tokens, 1.0, "ottvid").tokens, tokens.flatten(0, 1))
 
 
-@pytest.mark.parametrize(
-    ("price", "merges", "most", "expected"),
-    [
-        ([0.0, 0.0, 0.0], 7, 9, [3, 2, 2]),  # equal fractions: the earlier
-        ([0.0, 10.0, 10.0], 6, 9, [6, 0, 0]),
-        ([0.0, 10.0, 10.0], 6, 3, [3, 2, 1]),  # what does not fit is divided again
-        ([0.0, 10.0], 6, 3, [3, 3]),
-    ],
-)
-def test_ottvid_divides_merges(price: list[float], merges: int, most: int, expected: list[int]) -> None:
-    assert divide_merges(torch.tensor(price, dtype=torch.float64), merges, most, 1.0) == expected
-
-
 def test_ottvid_transports_all_mass_at_the_lowest_cost() -> None:
     mass = torch.softmax(torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), dim=1)
     cost = torch.rand(1, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -213,14 +199,6 @@ def test_fastvid_cuts_at_the_lowest_and_below_a_threshold() -> None:
     assert list(cut_segments([], 8, 0.9)) == [(0, 1)]
 
 
-def test_fastvid_llava_counts() -> None:
-    # Six frames of K = 5 (2 anchors a frame): 12 anchors on the last frame and the one four before it.
-    assert count_llava_tokens(6, 100, 5, 0.4, 4) == [(3, 0), (3, 6), (3, 0), (3, 0), (3, 0), (3, 6)]
-    assert count_llava_tokens(3, 100, 2, 0.4, 4) == [(2, 0)] * 3  # C = 0
-    assert count_llava_tokens(4, 10, 10, 0.4, 4) == [(6, 0), (6, 0), (6, 0), (6, 4)]  # 16 anchors do not fit
-    assert count_llava_tokens(2, 10, 1, 1.0, 4) == [(0, 0), (0, 2)]
-
-
 def test_fastvid_qwen_counts() -> None:
     # One inner segment: all of the segment's tokens go to its last frame.
     assert count_qwen_tokens(3, [2], 100, 5, 0.4, 4) == [(0, 0), (0, 0), (9, 6)]
@@ -267,31 +245,6 @@ def test_evs_keeps_the_first_frame_and_the_largest_changes_and_says_how_much_roo
         assert pruned.n_kept == max(8, budget) and pruned.index[:8].tolist() == list(range(8))
     for n_frames, ratio, expected in ((16, 0.05, 196), (16, 0.0625, 196), (32, 0.05, 313), (1, 0.25, 196)):
         assert gstep.make_pruner("evs").at_most(n_frames, 196, 8, ratio) == expected
-
-
-def test_vcast_gives_a_frame_more_where_the_video_turns() -> None:
-    straight, back = [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.0, 1.0]
-    for along, turns in ((straight, [1.0, 0.0, 0.0, 1.0]), (back, [1.0, 2.0, 2.0, 1.0])):
-        centre = torch.tensor([[value, 0.0, 1.0] for value in along], dtype=torch.float64)
-        assert compute_curvature(centre).tolist() == turns
-    still = torch.ones(5, 3, dtype=torch.float64)
-    assert compute_curvature(still).tolist() == [1.0] * 5
-    assert compute_curvature(still[:1]).tolist() == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("weights", "budget", "per_frame", "expected"),
-    [
-        ([0.5, 0.3, 0.2], 13, 20, [6, 4, 3]),  # 1 each, 5 + 3 + 2
-        ([0.56, 0.26, 0.18], 13, 20, [6, 3, 4]),  # 1 each, 5.6 2.6 1.8 rounded down; 2 more to the largest fraction
-        ([0.8, 0.1, 0.1], 13, 7, [7, 4, 2]),  # the first is full; equal fractions: the earlier one
-        ([0.9, 0.06, 0.04], 2, 20, [2, 0, 0]),  # less than one a frame: 1.8 0.12 0.08
-        ([0.5, 0.3, 0.2], 60, 20, [20, 20, 20]),
-        ([1 / 3] * 3, 12, 20, [4, 4, 4]),
-    ],
-)
-def test_vcast_divides_a_budget(weights: list[float], budget: int, per_frame: int, expected: list[int]) -> None:
-    assert divide_budget(torch.tensor(weights, dtype=torch.float64), budget, per_frame).tolist() == expected
 
 
 def test_divprune_takes_the_farthest_from_the_most_isolated_on() -> None:

@@ -26,7 +26,7 @@ def select_by_all_forms(tokens: torch.Tensor, rho: torch.Tensor, budget: int, **
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize(("alpha", "dtype"), zip((0.3, 0.3, 0.5, 1.0), FLOATS, strict=True), ids=str)
+@pytest.mark.parametrize(("alpha", "dtype"), [*zip((0.3, 0.3, 0.5, 1.0), FLOATS, strict=True)], ids=str)
 def test_order_is_exact_where_arithmetic_is(start: str, alpha: float, dtype: torch.dtype) -> None:
     for seed, n_tokens in enumerate([1, 2, 17, 40]):
         tokens = exact_tokens(n_tokens, seed)
