@@ -27,14 +27,9 @@ from tests.gstep.reading import changed_json
 LAYERS = 5
 K = 3
 # Of one axis and with newlines; of three, by eager attention.
-of_two = pytest.mark.parametrize("name", ["tiny", "tiny-qwen2-5-vl"], scope="module")
+NAMES = ("tiny", "tiny-qwen2-5-vl")
 RATIO = 0.25
 GREEDY = Decoding(max_new_tokens=8)
-
-
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name not in RECURRENT])
-def name(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +123,6 @@ def places_of_tokens(name, loaded, prompt):
     return places[~newlines], places[newlines]
 
 
-@of_two
 def test_the_row_of_attention_is_that_of_the_eager_kernel(name, deep, prompts):
     eager, fast = (load_language_model(deep, choose_runtime("cpu", "float32", attn)) for attn in ("eager", "sdpa"))
     rows = []
@@ -140,6 +134,7 @@ def test_the_row_of_attention_is_that_of_the_eager_kernel(name, deep, prompts):
     assert len(rows) == len(prompts)
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in RECURRENT], scope="module")
 def test_dropping_before_a_layer_equals_masking_from_there_on_and_text_stays(name, loaded, prompts):
     for prompt in prompts:
         output, kept = pruned_forward(loaded, prompt)
@@ -154,7 +149,6 @@ def test_dropping_before_a_layer_equals_masking_from_there_on_and_text_stays(nam
         assert stays.all()  # text and newlines
 
 
-@of_two
 def test_a_ragged_batch_gives_what_single_runs_give_and_all_tokens_what_the_model_does(loaded, prompts):
     plain = ids_of(loaded.generate(prompts, [GREEDY] * 3))
     assert ids_of(loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=K), 1.0))) == plain
@@ -164,7 +158,6 @@ def test_a_ragged_batch_gives_what_single_runs_give_and_all_tokens_what_the_mode
     assert ids_of(loaded.generate(prompts, [GREEDY] * 3, inside=(Attended(), RATIO))) == together
 
 
-@of_two
 def test_generation_goes_on_as_the_pruned_prompt_says(loaded, prompts):
     """Each next token is the likeliest after prompt and answer so far, of which layers from K on see what was kept."""
     (answer,) = loaded.generate(prompts[:1], [GREEDY], inside=(FastV(K=K), RATIO))
@@ -175,7 +168,6 @@ def test_generation_goes_on_as_the_pruned_prompt_says(loaded, prompts):
         prompt = continue_prompt(prompt, torch.tensor([token]))
 
 
-@of_two
 def test_continuations_are_scored_on_what_was_kept(loaded, prompts):
     texts = [["A", "two people", "a car that moves"], ["B"], ["the first one", "C"]]
     scores = loaded.score(prompts, texts, inside=(FastV(K=K), RATIO))
@@ -189,7 +181,6 @@ def test_continuations_are_scored_on_what_was_kept(loaded, prompts):
             assert score.logprob == pytest.approx(float(logprobs.gather(-1, ids[:, None]).sum()), abs=1e-4)
 
 
-@of_two
 def test_no_hook_stays_behind(loaded, prompts):
     inside = loaded._prune_inside(prompts, FastV(K=K), RATIO)
     with pytest.raises(RuntimeError, match="stop"), inside.apply_hooks(loaded.model):
@@ -260,7 +251,6 @@ def test_what_cannot_prune_inside_of_a_model_is_refused(name, loaded, method, wh
             check_prune_layer(FastV(K=2), loaded.model.config)
 
 
-@of_two
 @pytest.mark.parametrize("indices", [(3, 3), (0, 10**6), (-1,)])
 def test_a_selection_that_cannot_be_kept_is_refused_inside_too(loaded, prompts, indices):
     with pytest.raises(WrongSelection, match="method 'attended' must return different indices in"):

@@ -139,11 +139,6 @@ def test_unknown_policies_and_options_are_refused(make, words):
         make()
 
 
-@pytest.fixture
-def name():
-    return "tiny"
-
-
 def write_template(folder: Path, filename: str, template: object) -> None:
     """Put a chat template into a file of a checkpoint; of a JSON file the other settings stay."""
     path = folder / filename
@@ -154,6 +149,7 @@ def write_template(folder: Path, filename: str, template: object) -> None:
     path.write_text(template)
 
 
+NAMES = ("tiny",)
 TEMPLATE_FILES = (
     *("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json"),
     *("additional_chat_templates/other.jinja", "additional_chat_templates/default.jinja"),
