@@ -15,7 +15,6 @@ from gstep.density import (
     compute_frame_means,
     compute_spatial_density,
     compute_temporal_density,
-    make_box_kernel,
     make_gaussian_kernel,
     scale_to_work_dtype,
     smooth_curve,
@@ -103,15 +102,6 @@ def test_cosine_distance() -> None:
         angle = math.acos(1 - distance)
         other = torch.tensor([[math.cos(angle), math.sin(angle)]], dtype=torch.float64)
         assert compute_cosine_distance(unit, other).item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_kernels_are_equation_5() -> None:
-    for sigma, radius in product((0.1, 0.5, 1.0, 1.5, 2.0), (None, 0, 1, 4)):
-        reach = math.ceil(3 * sigma) if radius is None else radius
-        weights = [math.exp(-(delta**2) / (2 * sigma**2)) for delta in range(-reach, reach + 1)]
-        np.testing.assert_allclose(make_gaussian_kernel(sigma, radius), np.array(weights) / sum(weights), rtol=1e-12)
-    assert make_gaussian_kernel(1e-300).tolist() == [0, 1, 0]  # finite for a vanishing sigma
-    assert (make_box_kernel(0).tolist(), make_box_kernel(3).tolist()) == ([1], [1 / 7] * 7)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)

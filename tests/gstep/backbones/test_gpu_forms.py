@@ -33,7 +33,7 @@ def parts(visual):
 def test_the_form_for_gpus_gives_the_stock_tokens_of_videos_alone_and_in_one_pass(name):
     stock, suited = loaded(name)
     assert (stock.form, suited.form) == ("stock", "gpu")
-    videos = [frames_for(stock.family.source, n, shape) for n, shape in ((3, (10, 14)), (2, (9, 14)))]
+    videos = [frames_for(stock.family.source, n, shape) for n, shape in ((3, (18, 26)), (2, (9, 14)))]
     pairs = [tuple(backbone.encode(frames, asked_of(name)) for backbone in (suited, stock)) for frames in videos]
     pairs += zip(suited.encode_pass(videos, {}), stock.encode_pass(videos, {}), strict=True)
     for ours, theirs in pairs:

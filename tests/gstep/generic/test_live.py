@@ -255,7 +255,6 @@ def test_the_tiles_of_an_image_are_no_video(live):
     ("options", "message"),
     [
         ({"num_beams": 2}, "num_beams=2 does not go with gstep.pruning"),
-        ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences=3"),
         ({"generation_config": "beams"}, "num_beams=4"),
         ({"use_cache": False}, "use_cache=False"),
         ({"assistant_model": "any"}, "assistant_model does not go"),

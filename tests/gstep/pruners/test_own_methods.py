@@ -83,7 +83,6 @@ BROKEN = {
         "locals",
     ),
     "Syntax": ("class :", "SyntaxError.*importable on every machine"),
-    "Import": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
 }
 
 
