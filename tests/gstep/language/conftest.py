@@ -1,4 +1,4 @@
-"""What tests of the language models share: one model of each kind, a video in its tokens, and prompts of several lengths."""
+"""What tests of the language models share: a model of each kind, a video in its tokens, and prompts."""
 
 import pytest
 
