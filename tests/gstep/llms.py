@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, LanguageModel, Prompt, Visual, load_language_model, prompt_builder
+from gstep.types import VisualTokens
 from tests.builders.clips import sample
 
 QUESTION = "What is happening in this video?"
@@ -28,7 +29,7 @@ FAMILIES = (
     "tiny-qwen3-5-moe",
     "tiny-internvl",
 )
-DENSE = tuple(name for name in FAMILIES if not name.endswith("-moe"))
+KINDS = ("tiny", "tiny-qwen3-vl", "tiny-qwen3-5")  # a newline; levels and three axes; a state
 RECURRENT = ("tiny-qwen3-5", "tiny-qwen3-5-moe")  # a token leaves its trace in a state that no mask takes back
 SECONDS = 1.3  # of a temporal patch: no whole number, so that cutting it shows
 FLOAT32 = choose_runtime("cpu", "float32", "sdpa")
@@ -136,6 +137,14 @@ def stock_inputs(name: str, prompt: Prompt, *videos: Encoded) -> dict[str, Tenso
     if "qwen" in name:
         inputs["mm_token_type_ids"] = (ids == stock(name).config.video_token_id).int() * 2
     return inputs
+
+
+def visual_of(encoded: VisualTokens, index: Tensor | None = None, dtype=torch.float32, newline=None, **extra) -> Visual:
+    """Return what a cache has of a video: its tokens at flat ``index``, or all of them."""
+    T, N, _ = encoded.tokens.shape
+    index = torch.arange(T * N) if index is None else index
+    tokens, *deepstack = (level.flatten(0, 1)[index].to(dtype) for level in (encoded.tokens, *encoded.deepstack))
+    return Visual(tokens, index, T, N, {**extra, **encoded.extra}, tuple(deepstack), newline)
 
 
 def kept_index(encoded: Encoded, ratio: float, seed: int = 0) -> Tensor:

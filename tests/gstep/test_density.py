@@ -11,13 +11,10 @@ from gstep.density import (
     BOUNDARIES,
     FUSIONS,
     ZERO_DISTANCE,
-    compute_change_curve,
     compute_cosine_distance,
     compute_frame_means,
     compute_spatial_density,
     compute_temporal_density,
-    fuse_densities,
-    make_box_kernel,
     make_gaussian_kernel,
     scale_to_work_dtype,
     smooth_curve,
@@ -34,12 +31,6 @@ def video(*shape: int, seed: int = 0, offset: float = 0.5) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(offset, 1.0, shape))
 
 
-def numpy_change(mean: Array) -> Array:
-    unit = mean / np.linalg.norm(mean, axis=1, keepdims=True)
-    distance = np.pad(1 - (unit[:-1] * unit[1:]).sum(axis=1), 1, mode="edge")  # at the ends both are the one neighbor's
-    return (distance[:-1] + distance[1:]) / 2
-
-
 def numpy_smooth(change: Array, kernel: Array, boundary: str) -> Array:
     radius = len(kernel) // 2
     if boundary == "renorm":
@@ -49,7 +40,7 @@ def numpy_smooth(change: Array, kernel: Array, boundary: str) -> Array:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(3, 196, 3584), (2, 17, 513), (40, 4, 511), (2, 700, 1600), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(3, 17, 3584), (40, 4, 511), (2, 700, 600), (1, 1, 1)])
 def test_mean_and_spatial_density_are_equations_2_and_3_in_blocks_that_change_no_bit(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -113,23 +104,6 @@ def test_cosine_distance() -> None:
         assert compute_cosine_distance(unit, other).item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_centred_change_is_equation_4_and_0_of_a_single_frame_and_of_a_static_video() -> None:
-    for n_frames in (2, 3, 4, 9):
-        mean = video(n_frames, 12)
-        np.testing.assert_allclose(compute_change_curve(mean), numpy_change(mean.numpy()), rtol=1e-12)
-    assert compute_change_curve(video(1, 12)).tolist() == [0]
-    assert compute_change_curve(video(1, 12).expand(6, 12)).tolist() == [0] * 6
-
-
-def test_kernels_are_equation_5() -> None:
-    for sigma, radius in product((0.1, 0.5, 1.0, 1.5, 2.0), (None, 0, 1, 4)):
-        reach = math.ceil(3 * sigma) if radius is None else radius
-        weights = [math.exp(-(delta**2) / (2 * sigma**2)) for delta in range(-reach, reach + 1)]
-        np.testing.assert_allclose(make_gaussian_kernel(sigma, radius), np.array(weights) / sum(weights), rtol=1e-12)
-    assert make_gaussian_kernel(1e-300).tolist() == [0, 1, 0]  # finite for a vanishing sigma
-    assert (make_box_kernel(0).tolist(), make_box_kernel(3).tolist()) == ([1], [1 / 7] * 7)
-
-
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_smooth_is_equation_6(boundary: str) -> None:
     for n_frames, radius in product((1, 2, 3, 8), (0, 1, 2, 3, 7, 20)):
@@ -137,14 +111,6 @@ def test_smooth_is_equation_6(boundary: str) -> None:
         kernel = make_gaussian_kernel(max(1, radius) / 2, radius)
         expected = numpy_smooth(change.numpy(), kernel.numpy(), boundary)
         np.testing.assert_allclose(smooth_curve(change, kernel, boundary), expected, rtol=1e-12)
-
-
-def test_fuse_is_equation_8() -> None:
-    temporal, spatial = video(3).abs(), video(3, 5).abs()
-    wide = np.repeat(temporal.numpy()[:, None], 5, axis=1)
-    np.testing.assert_allclose(fuse_densities(temporal, spatial), wide * spatial.numpy(), rtol=1e-12)
-    np.testing.assert_allclose(fuse_densities(temporal, spatial, "spatial"), spatial)
-    np.testing.assert_allclose(fuse_densities(temporal, spatial, "temporal"), wide)
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)

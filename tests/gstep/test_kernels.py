@@ -55,7 +55,7 @@ CASES = {
 for kernel, (types, constants) in CASES.items():
     options = SELECTION if kernel.fn.__module__ == kernels.__name__ else {"num_warps": 4}
     signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants), strict=True))
-    for capability in (80, 90):
+    for capability in (80, 90) if kernel is kernels.gram_kernel else (80,):  # the one whose products go by the GPU
         source = ASTSource(kernel, signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert compiled.asm["cubin"]
@@ -68,4 +68,4 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here(tmp_path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = run_python("-c", COMPILED, env=environment)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 8 * 2  # kernels x GPUs
+    assert len(done.stdout.splitlines()) == 8 + 1

@@ -1,23 +1,17 @@
-"""gstep.prune: tokens, seeds, names and parameters, and merged tokens of any method."""
+"""gstep.prune: tokens, seeds, names, parameters and budgets, and what the result of a selection says of itself."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import fields, replace
 from itertools import product
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import gstep
-from gstep.pruners.base import Pruner, Selection
-from tests.gstep.synthetic import FLOATS, video
-
-RATIOS = [0.1, 0.15, 0.2, 0.25, 0.5, 1.0]
+from tests.gstep.synthetic import FLOATS, prune, video
 
 
 def test_unknown_names_say_what_is_known() -> None:
@@ -34,19 +28,6 @@ def test_unknown_names_say_what_is_known() -> None:
         _ = gstep.nonsense  # type: ignore[attr-defined]
 
 
-@settings(max_examples=25)
-@given(seed=st.integers(0, 10_000), method=st.sampled_from(["gstep", "topk", "fps"]), ratio=st.sampled_from(RATIOS))
-def test_permuting_tokens_within_frames_permutes_the_selection(seed: int, method: str, ratio: float) -> None:
-    rng = np.random.default_rng(seed)
-    tokens = torch.from_numpy(rng.normal(0.3, 1.0, (5, 12, 16)))
-    source = np.stack([rng.permutation(12) + 12 * frame for frame in range(5)]).reshape(-1)
-    shuffled = tokens.flatten(0, 1)[torch.from_numpy(source)].reshape(tokens.shape)
-    ours = gstep.prune(shuffled, ratio, method)
-    expected = gstep.prune(tokens, ratio, method)
-    order = source[ours.index[ours.compute_selection_order()].numpy()]
-    assert order.tolist() == expected.index[expected.compute_selection_order()].tolist()
-
-
 def test_non_finite_tokens_and_bad_seeds_are_refused() -> None:
     for dtype, value in product(FLOATS, (float("nan"), float("inf"), -float("inf"))):
         tokens = video(4, 5, 6).to(dtype)
@@ -58,6 +39,30 @@ def test_non_finite_tokens_and_bad_seeds_are_refused() -> None:
             gstep.prune(video(2, 3, 4), method="random", seed=seed)  # type: ignore[arg-type]
 
 
+NAN, INF = float("nan"), float("inf")
+BAD_PARAMS = {  # values of other types are those of test_params
+    (NAN, INF, -1): "novelty.floor",
+    (NAN, INF, -1, 0): "gstep.beta fps.beta novelty.beta gstep.eps topk.eps fps.eps flashvid.expansion",
+    (NAN, INF, -1, 0, 3334): "gstep.sigma topk.sigma fps.sigma",
+    (NAN, INF, -1, 0, 1.5): "fastvid.c fastvid.p",
+    (NAN, INF, -1, 1): "visionzip.dominant_share",
+    (NAN, INF, -1, 1.01): "gstep.alpha fastvid.d fastvid.beta",
+    (NAN, 1.01): "fastvid.tau fastvid.ignore holitom.D holitom.beta holitom.tau flashvid.alpha",
+    (1.01,): "flashvid.temporal_threshold flashvid.segment_threshold",
+    (-1, 0): "visionzip.neighbours fastv.K holitom.K holitom.max_window vcast.tau flashvid.min_segment_num",
+    (-1, 10_001): "gstep.radius",
+    ("other", ""): "gstep.smoothing gstep.boundary gstep.fusion fps.start cdpruner.mode",
+    ("llama",): "fastvid.variant visionzip.variant",
+}
+
+
+def test_bad_parameters() -> None:
+    for values, names in BAD_PARAMS.items():
+        for value, (method, _, name) in product(values, (name.partition(".") for name in names.split())):
+            with pytest.raises(ValueError, match=rf"{name} must be .*; got "):
+                gstep.prune(video(2, 3, 4), method=method, **{name: value})
+
+
 def test_numpy_numbers_are_numbers() -> None:
     tokens = video(5, 13, 8)
     ours = gstep.prune(tokens, np.float32(0.25), alpha=np.float64(0.5), radius=np.int64(3), seed=np.int32(0))  # type: ignore[arg-type]
@@ -65,61 +70,58 @@ def test_numpy_numbers_are_numbers() -> None:
     assert gstep.prune(tokens, budget=np.int64(3)).index.shape == (3,)  # type: ignore[arg-type]
 
 
-NUMBERS = [float("nan"), float("inf"), -1]  # values of other types are those of test_params
-BAD_PARAMS = [
-    *(("gstep", "alpha", value) for value in [*NUMBERS, 1.01]),
-    *(("gstep", "beta", value) for value in [*NUMBERS, 0]),
-    *((method, "beta", value) for method in ("fps", "novelty") for value in [*NUMBERS, 0]),
-    *(("novelty", "floor", value) for value in NUMBERS),
-    *((method, "sigma", value) for method in ("gstep", "topk", "fps") for value in [*NUMBERS, 0, 3334]),
-    *((method, "eps", value) for method in ("gstep", "topk", "fps") for value in [*NUMBERS, 0]),
-    *(("gstep", "radius", value) for value in [-1, 10_001]),
-    *(("gstep", "smoothing", value) for value in ["gauss", ""]),
-    ("gstep", "boundary", "wrap"),
-    ("gstep", "fusion", "both"),
-    ("fps", "start", "random"),
-    *(("fastvid", name, value) for name in ("c", "p") for value in [*NUMBERS, 0, 1.5]),
-    *(("fastvid", name, value) for name in ("d", "beta") for value in [*NUMBERS, 1.01]),
-    *(("fastvid", "ignore", value) for value in [float("nan"), -1.01, 1.01]),
-    *(("fastvid", "tau", value) for value in [float("nan"), 1.01]),
-    *((method, "variant", "llama") for method in ("fastvid", "visionzip")),
-    *(("visionzip", "dominant_share", value) for value in [*NUMBERS, 1]),
-    *(("visionzip", "neighbours", value) for value in [0, -1]),
-    *(("holitom", name, value) for name in ("D", "beta", "tau") for value in [float("nan"), 1.01]),
-    *(("holitom", name, 0) for name in ("K", "max_window")),
-    *(("flashvid", name, value) for name in ("expansion", "min_segment_num") for value in [*NUMBERS, 0]),
-    *(("flashvid", name, 1.01) for name in ("alpha", "temporal_threshold", "segment_threshold")),
-    ("cdpruner", "mode", "frame"),
-    ("vcast", "tau", 0),
-    *(("fastv", "K", value) for value in [-1, 0]),
-]
+def test_budget_of_a_percentage_is_exact() -> None:
+    for percent, n_total in product(range(1, 101), (1, 29, 196, 6272, 99_999)):
+        assert gstep.budget_for(percent / 100, n_total) == max(1, percent * n_total // 100)
 
 
-def test_bad_parameters() -> None:
-    for method, name, value in BAD_PARAMS:
-        with pytest.raises(ValueError, match=rf"{name} must be .*; got "):
-            gstep.prune(video(2, 3, 4), method=method, **{name: value})
+def test_results_are_equal_where_all_their_tensors_are() -> None:
+    tokens = video(3, 8, 8)
+    pruned = prune(tokens)
+    assert pruned == prune(tokens) and pruned.at(0.25) == pruned
+    assert pruned != prune(tokens, 0.5) and pruned != prune(tokens, method="visionzip") and pruned != 1
+    others: dict[str, Any] = {"n_total": 25, "retention_ratio": 0.26, "merged": pruned.index > 3, "order": pruned.rank}
+    for item in fields(pruned):
+        value = getattr(pruned, item.name)
+        other = value + 1 if isinstance(value, torch.Tensor) else others[item.name]
+        assert pruned != replace(pruned, **{item.name: other}), item.name
+        if isinstance(value, torch.Tensor):
+            for unlike in (None, value.to(torch.float64 if value.is_floating_point() else torch.int32), value[:-1]):
+                assert pruned != replace(pruned, **{item.name: unlike}), item.name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Needy(Pruner):
-    name: ClassVar[str] = "needy"
-    nested: ClassVar[bool] = False
-    merges: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset({"token_key", "noise"})
-
-    def select(self, visual: gstep.VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        index = torch.arange(budget).flip(0)
-        return Selection(index, tokens=index[:, None].float().expand(-1, 4), merged=index > 0)
-
-
-def test_merged_tokens_follow_their_index() -> None:
-    evidence = {"noise": torch.zeros(6), "token_key": torch.zeros(2, 3, 1)}
-    pruned = Needy().prune(gstep.VisualTokens(video(2, 3, 4), evidence), budget=3)
-    assert pruned.index.tolist() == [0, 1, 2] == pruned.tokens[:, 0].tolist()
-    assert pruned.merged is not None and pruned.merged.tolist() == [False, True, True] and pruned.rank is None
+def test_visual_tokens_are_compared_with_their_evidence_and_deepstack_and_have_no_hash() -> None:
+    tokens = video(3, 8, 8)
+    visual = gstep.VisualTokens(tokens, {"noise": tokens[0, 0]}, (tokens, tokens))
+    assert visual == gstep.VisualTokens(tokens.clone(), {"noise": tokens[0, 0].clone()}, (tokens.clone(), tokens))
+    others: list[dict[str, Any]] = [{"grid": (2, 4)}, {"times": (0.0, 1.0, 2.0)}, {"tokens": -tokens}, {"evidence": {}}]
+    others += [{"evidence": {"noise": tokens[0, 1]}}, {"deepstack": (tokens,)}, {"deepstack": (tokens, -tokens)}]
+    assert all(visual != replace(visual, **other) for other in others) and visual != prune(tokens)
+    for value in (visual, prune(tokens)):
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(value)
 
 
-def test_equal_parameters_have_one_description() -> None:
-    ours = gstep.make_pruner("gstep", alpha=1, sigma=np.float32(2), radius=np.int8(3))
-    assert json.dumps(ours.params()) == json.dumps(gstep.make_pruner("gstep", alpha=1.0, sigma=2.0, radius=3).params())
+def test_a_grid_and_times_are_what_is_known_or_the_nearest_guess() -> None:
+    for size, grid in ((196, (14, 14)), (12, (3, 4)), (13, (1, 13)), (1, (1, 1))):
+        assert gstep.VisualTokens(video(2, size, 4)).known_grid == grid
+    visual = gstep.VisualTokens(video(3, 8, 4))
+    assert visual.known_times == (0.0, 1.0, 2.0)
+    placed = visual.with_positions([4, 2], [0, 0.5, 1.0])
+    assert (placed.grid, placed.known_grid, placed.known_times) == ((4, 2), (4, 2), (0.0, 0.5, 1.0))
+    # Patches of two frames begin with the first of them; the last patch may have a single one.
+    for timestamps in ([0.5, 1, 2, 3, 4, 5], [0.5, 1, 2, 3, 4]):
+        assert visual.with_positions(None, timestamps).times == (0.5, 2.0, 4.0)
+    for unfit in ([], [0.5], [0.0] * 4):
+        assert visual.with_positions(None, unfit).times is None
+
+
+def test_grids_and_times_that_do_not_fit_are_refused() -> None:
+    tokens = video(3, 8, 4)
+    assert gstep.prune(tokens, grid=(2, 4), times=[0, 2.5, 3]).n_kept == 6
+    for grid in ((3, 3), (8,), 8, (2.0, 4.0), (-2, -4), "24"):
+        with pytest.raises(ValueError, match=r"grid must be \(rows, columns\) of the 8 tokens"):
+            gstep.prune(tokens, grid=grid)  # type: ignore[arg-type]
+    for times in ((0.0, 1.0), (0.0, 1.0, float("nan")), "abc", (0, 1, None), (False, True, True)):
+        with pytest.raises(ValueError, match="times must be the seconds of the 3 frames"):
+            gstep.prune(tokens, times=times)  # type: ignore[arg-type]

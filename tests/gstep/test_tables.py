@@ -9,22 +9,14 @@ import pytest
 
 import gstep
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, family_of
+from gstep.backbones import BACKBONES
 from gstep.backbones.base import ModelFamily
-from gstep.checkpoints import tiny
 from gstep.errors import MissingEvidence, ModelError, UnsupportedVideo
 from gstep.evidence import SOURCES
 from gstep.families import FAMILIES, GENERIC
-from gstep.language import BUILDERS, PromptBuilder, prompt_builder
+from gstep.language import BUILDERS, PromptBuilder
 from gstep.lazy import LazyTable, load_object, pause_garbage_collector, repeat_line
-from gstep.methods import METHODS, QUESTION_METHODS, VIDEO_METHODS
 from tests.waiting import wait_until
-
-
-def test_every_line_names_a_class_by_its_own_name():
-    assert not VIDEO_METHODS.keys() & QUESTION_METHODS.keys()
-    for name, target in METHODS.items():
-        assert load_object(target).name == name
 
 
 @pytest.mark.parametrize("method", [method for method in PRUNERS if PRUNERS[method].cacheable])
@@ -50,15 +42,6 @@ def test_both_halves_know_the_same_families():
     for name in BUILDERS:
         assert issubclass(BACKBONES[name], ModelFamily) and issubclass(BUILDERS[name], PromptBuilder)
         assert BACKBONES[name].model_type == name
-
-
-def test_every_family_has_a_tiny_model():
-    sources = [ModelSource.resolve(name) for name in tiny.TINY]
-    assert {source.model_type for source in sources} == set(BUILDERS)
-    for source in sources:
-        family = family_of(source)
-        assert isinstance(family, BACKBONES[source.model_type]) and family.source is source
-        assert isinstance(prompt_builder(source), BUILDERS[source.model_type])
 
 
 TABLE = LazyTable("colour", {"red": "gstep.errors:ModelError", "blue": "no.such.module:Blue"})

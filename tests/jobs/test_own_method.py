@@ -71,7 +71,7 @@ def test_a_file_and_a_line_make_it_a_method_of_the_package(tmp_path):
         options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", str(copy)]
         os._exit(pytest.main(["tests/gstep/pruners/test_contract.py", *options, "-k", "mine and not cuda"]))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, log.read_text()
-    assert int(re.search(r"(\d+) passed", log.read_text()).group(1)) > 8
+    assert int(re.search(r"(\d+) passed", log.read_text()).group(1)) > 5
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ def asked_of(model):
     return AT_LAST if model == "tiny" else MERGED if model in QWEN else {}
 
 
-def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
-    """Make [T,h,w,3] uint8: noise that is coarse enough for patches to differ in brightness; 9 x 13 tokens on Qwen."""
+def frames_for(source, n_frames=5, shape=(10, 14), seed=0):
+    """Make [T,h,w,3] uint8: noise that is coarse enough for patches to differ in brightness; 5 x 7 tokens on Qwen."""
     blocks = np.random.default_rng(seed).integers(0, 256, (n_frames, *shape, 3), dtype=np.uint8)
     frames = blocks.repeat(16, axis=1).repeat(16, axis=2)
     preprocessor = family_of(source).preprocessor()

@@ -1,13 +1,16 @@
-"""What every encoder does: the stock model's tokens, of a video by itself, in chunks, or with others; and its times."""
+"""What every encoder does: the stock model's tokens, by itself, in chunks, or with others; its work and its weights."""
 
 import os
+import re
 from fractions import Fraction
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from gstep.backbones import ModelSource, SampledVideo, family_of
+from gstep.backbones import BACKBONES, ModelSource, Runtime, SampledVideo, family_of
 from gstep.errors import ModelError
 from gstep.evidence import POOLING_HEAD, make_label
 from tests.gstep.backbones.encoders import (
@@ -16,12 +19,13 @@ from tests.gstep.backbones.encoders import (
     EVERY,
     FLOAT32,
     MERGED,
+    QWEN,
     STOCK,
     asked_of,
     frames_for,
     stock_features,
 )
-from tests.gstep.reading import count_reading
+from tests.gstep.reading import changed_json, changed_tensors, count_reading
 from tests.interpreter import run_python
 
 
@@ -29,13 +33,13 @@ from tests.interpreter import run_python
 @pytest.mark.parametrize("name", EVERY)
 def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(source, runtime):
     """Of the stock model given one frame (temporal patch) at a time: all products then have the shapes of ours."""
-    frames, static = frames_for(source, 7), family_of(source).static()
+    frames, static = frames_for(source, 5), family_of(source).static()
     alone = family_of(source).preprocessor().frames_per_patch
     expected = stock_features(source, frames, runtime.dtype, at_once=alone)
-    for frame_batch in (32, 5, 1):
+    for frame_batch in (4, 1):
         backbone = family_of(source).load(runtime, frame_batch=frame_batch)
         visual = backbone.encode(frames)
-        assert len(visual.tokens) == -(-7 // alone) and visual.tokens.dtype == runtime.dtype
+        assert len(visual.tokens) == -(-5 // alone) and visual.tokens.dtype == runtime.dtype
         for ours, stock in zip((visual.tokens, *visual.deepstack), expected, strict=True):
             assert ours.shape == visual.tokens.shape and torch.equal(ours.flatten(0, 1), stock)
     assert backbone.hidden_size == static.hidden_size == 64
@@ -44,28 +48,11 @@ def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(s
     assert not any(torch.equal(a, b) for a, b in combinations((visual.tokens, *visual.deepstack), 2))
 
 
-@pytest.mark.parametrize("name", STOCK)
-def test_tokens_of_the_stock_model_in_one_go_differ_by_rounding_alone(source):
-    """Some CPUs sum products of other shapes in another order. Neither result is then the better one."""
-    frames = frames_for(source, 7)
-    at_once, in_bfloat16 = (stock_features(source, frames, dtype) for dtype in (torch.float32, torch.bfloat16))
-    exact, coarse = (family_of(source).load(runtime).encode(frames) for runtime in (FLOAT32, BFLOAT16))
-    for stock, ours in zip(at_once, (exact.tokens, *exact.deepstack), strict=True):
-        assert (ours.flatten(0, 1) - stock).abs().max() < 1e-5 * stock.abs().max()
-    for stock, theirs, ours in zip(at_once, in_bfloat16, (coarse.tokens, *coarse.deepstack), strict=True):
-        noise = (theirs - stock).abs()
-        assert (ours.flatten(0, 1) - stock).abs().max() < 2 * noise.max()
-        assert (ours.flatten(0, 1) - theirs).abs().mean() < 2 * noise.mean()
-
-
-@pytest.mark.parametrize("name", STOCK)
-def test_tokens_do_not_depend_on_other_videos_or_on_the_form_of_the_frames(source):
-    frames, backbone = frames_for(source, 7), family_of(source).load(BFLOAT16, frame_batch=4)
-    first = backbone.encode(frames)
-    backbone.encode(frames.flip(0)[:5])
+def test_frames_that_cannot_be_written_are_as_good_as_others_and_none_are_refused(source):
+    frames, backbone = frames_for(source, 3), family_of(source).load(BFLOAT16)
     read_only = frames.numpy().copy()
     read_only.flags.writeable = False
-    assert all(torch.equal(a, b) for a, b in zip(parts(first), parts(backbone.encode(read_only)), strict=True))
+    assert torch.equal(backbone.encode(frames).tokens, backbone.encode(read_only).tokens)
     with pytest.raises(ValueError, match="at least one frame"):
         backbone.encode(frames[:0])
 
@@ -98,7 +85,7 @@ def crowded(source, room):
     return backbone, sizes
 
 
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3-vl"])
 def test_a_cpu_takes_one_frame_or_temporal_patch_at_a_time_a_gpu_a_batch_and_a_full_one_less(source):
     frames, alone = frames_for(source, 12), family_of(source).preprocessor().frames_per_patch
     backbone, sizes = crowded(source, 99)
@@ -118,9 +105,9 @@ def test_a_cpu_takes_one_frame_or_temporal_patch_at_a_time_a_gpu_a_batch_and_a_f
 
 
 def short_videos(model):
-    """Videos of other lengths, on Qwen of other shapes too, two with an odd number of frames."""
+    """Videos of other lengths, on Qwen of other shapes too, one with an odd number of frames."""
     source = ModelSource.resolve(model)
-    shapes = [(2, (18, 26)), (1 + (model != "tiny"), (12, 17)), (3, (26, 18)), (3, (18, 26))]
+    shapes = [(2, (10, 14)), (1 + (model != "tiny"), (8, 11)), (3, (14, 10))]
     return [frames_for(source, n, shape, seed) for seed, (n, shape) in enumerate(shapes)]
 
 
@@ -135,10 +122,9 @@ def check_same_bits(model, runtime):
         assert all(torch.equal(a, b) for a, b in zip(parts(expected), parts(visual), strict=True))
 
 
-@pytest.mark.parametrize("runtime", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("model", STOCK)
-def test_on_a_cpu_a_video_has_the_same_bits_whoever_shares_its_pass(model, runtime):
-    check_same_bits(model, runtime)
+def test_on_a_cpu_a_video_has_the_same_bits_whoever_shares_its_pass(model):
+    check_same_bits(model, BFLOAT16)
 
 
 OLDER = """
@@ -227,3 +213,62 @@ def test_who_needs_a_head_is_told_to_name_one():
     for model in ("tiny-qwen2-5-vl", "tiny-qwen3-vl"):
         with pytest.raises(ModelError, match="for LLaVA-OneVision"):
             family_of(ModelSource.resolve(model)).with_pooling_head("tiny")
+
+
+EAGER = Runtime("cpu", torch.float32, "eager")  # whose products are plain ones: the counter does not know CPU's sdpa
+
+# What decides the work of the published 7B and 8B models' towers.
+LLAVA = {"vision_config": {}, "text_config": {"hidden_size": 3584}}
+QWEN2_5 = {"vision_config": {"hidden_size": 1280, "out_hidden_size": 3584}}
+QWEN3 = {"vision_config": {"out_hidden_size": 4096}}
+
+
+@pytest.mark.parametrize("model", STOCK)
+def test_the_closed_form_is_what_a_tower_computes(model):
+    source = ModelSource.resolve(model)
+    frames = frames_for(source, 4)
+    backbone = family_of(source).load(EAGER)
+    with FlopCounterMode(display=False) as counter:
+        backbone.encode(frames)
+    assert family_of(source).flops(*frames.shape[:3]) == counter.get_total_flops() > 1e6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "frames", "tera"),
+    [
+        ("llava_onevision", LLAVA, (32, 384, 384), 21.33),  # SigLIP 20.54, the projector 0.79
+        ("qwen2_5_vl", QWEN2_5, (32, 26 * 14, 46 * 14), 25.22),
+        ("qwen3_vl", QWEN3, (32, 22 * 16, 40 * 16), 14.30),
+    ],
+)
+def test_the_published_models_take_what_was_counted(model_type, config, frames, tera):
+    family = BACKBONES[model_type](SimpleNamespace(config=config))
+    assert round(family.flops(*frames) / 1e12, 2) == tera
+
+
+def load(folder):
+    return family_of(ModelSource.resolve(folder)).load(FLOAT32)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_missing_weights_are_named(name, folder):
+    end = "visual.blocks.1.attn.qkv.bias" if name in QWEN else "multi_modal_projector.linear_1.bias"
+    with changed_tensors(folder) as tensors:
+        (gone,) = [key for key in tensors if key.endswith(end)]
+        del tensors[gone]
+    with pytest.raises(ModelError, match=f"has no {re.escape(end)}"):
+        load(folder)
+    if name == "tiny":
+        with changed_tensors(folder) as tensors:
+            for key in [key for key in tensors if "vision_tower" in key]:
+                del tensors[key]
+        with pytest.raises(ModelError, match=r"vision_tower\.\S+ and \d+ more"):  # not all are named
+            load(folder)
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_weights_of_another_shape_than_the_config_says_are_named(folder):
+    with changed_json(folder / "config.json") as config:
+        config["vision_config"]["out_hidden_size"] = 32
+    with pytest.raises(ModelError, match=r"does not fit the weights: visual\.\S+ \[64, 256\] instead of \[32, 256\]"):
+        load(folder)

@@ -1,13 +1,16 @@
 """The forms of the towers for GPUs: on a CPU beside the stock towers; checks.py has their kernels."""
 
+import math
+import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
+from transformers.vision_utils import get_vision_window_index
 
-from gstep.backbones import ModelSource, Runtime, family_of, gpu_forms
-from gstep.backbones.gpu_forms import FusedSteps, attend_in_pieces, optimize_qwen
-from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, asked_of, frames_for
+from gstep.backbones import ModelSource, Runtime, family_of
+from gstep.backbones.gpu_forms import FusedSteps, optimize_qwen
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, MERGED, QWEN, asked_of, frames_for, load_stock
 from tests.gstep.synthetic import needs_cuda
 
 MODELS = ["tiny", *QWEN, "tiny-internvl"]
@@ -30,7 +33,7 @@ def parts(visual):
 def test_the_form_for_gpus_gives_the_stock_tokens_of_videos_alone_and_in_one_pass(name):
     stock, suited = loaded(name)
     assert (stock.form, suited.form) == ("stock", "gpu")
-    videos = [frames_for(stock.family.source, n, shape) for n, shape in ((3, (18, 26)), (2, (9, 14)), (3, (24, 24)))]
+    videos = [frames_for(stock.family.source, n, shape) for n, shape in ((3, (18, 26)), (2, (9, 14)))]
     pairs = [tuple(backbone.encode(frames, asked_of(name)) for backbone in (suited, stock)) for frames in videos]
     pairs += zip(suited.encode_pass(videos, {}), stock.encode_pass(videos, {}), strict=True)
     for ours, theirs in pairs:
@@ -44,7 +47,7 @@ def least_similarity(tokens, others):
     return torch.nn.functional.cosine_similarity(tokens - mean, others - mean, dim=-1).min()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2-5-vl"])
 def test_the_form_for_gpus_gives_the_stock_tokens_in_bfloat16(name):
     stock, suited = loaded(name, BFLOAT16)
     frames = frames_for(stock.family.source, 3)
@@ -75,33 +78,6 @@ def test_a_gated_mlp_is_padded_once():
         assert len(mlp.gate_proj.weight) == -(-width // 128) * 128 > width
         x = torch.randn(7, mlp.gate_proj.weight.shape[1], generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(mlp(x), stock.blocks[0].mlp(x), atol=1e-6, rtol=1e-5)
-
-
-def pieces(lengths, heads=2, width=8, dtype=torch.float32, device="cpu"):
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(sum(lengths), 3, heads, width, generator=generator).to(device, dtype)
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    return qkv.unbind(1), bounds
-
-
-def piece_by_piece(parts, bounds):
-    split = zip(*(part.split(bounds.diff().tolist()) for part in parts), strict=True)
-    return torch.cat([gpu_forms._attend_batch(q[None], k[None], v[None])[0] for q, k, v in split])
-
-
-def test_pieces_attend_to_themselves():
-    for lengths in ([5], [4, 4, 4], [4, 2, 4, 1, 2], [1, 64, 64, 16]):
-        parts, bounds = pieces(lengths)
-        torch.testing.assert_close(attend_in_pieces(*parts, bounds, max(lengths)), piece_by_piece(parts, bounds))
-
-
-@needs_cuda
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("lengths", [[4, 4, 4], [4, 2, 64, 1, 2]])
-def test_pieces_attend_to_themselves_on_a_gpu(lengths, dtype):
-    parts, bounds = pieces(lengths, width=80, dtype=dtype, device="cuda")
-    found = attend_in_pieces(*parts, bounds, max(lengths)).float()
-    torch.testing.assert_close(found, piece_by_piece(parts, bounds).float(), atol=2e-2, rtol=2e-2)
 
 
 @needs_cuda
@@ -137,3 +113,89 @@ def test_kernels_that_fail_or_give_other_values_are_warned_of_and_torch_serves(b
     with outcome:
         steps.check_kernels_on(torch.device("cpu"), step)
     assert not steps.kernels
+
+
+def hooks_of(backbone):
+    """Of our kind: transformers leaves forward hooks of its own in towers whose hidden states were asked for."""
+    return sum(len(module._forward_pre_hooks) for module in backbone.model.modules())
+
+
+@torch.no_grad()
+def stock_merged_queries(source, frames, monkeypatch):
+    """[T,N] in float64 from the queries and keys that the eager tower's last block attends with."""
+    tower = load_stock(source.pretrained()[0], torch.float32, "eager").model.visual
+    module, seen = sys.modules[type(tower).__module__], []
+    eager = module.eager_attention_forward
+
+    def recording(layer, query, key, *args, **kwargs):
+        if layer is tower.blocks[-1].attn:
+            seen.append((query[0].double(), key[0].double()))
+        return eager(layer, query, key, *args, **kwargs)
+
+    monkeypatch.setattr(module, "eager_attention_forward", recording)
+    preprocessor = family_of(source).preprocessor()
+    grid = preprocessor.grid_thw(*frames.shape[:3])
+    tower(preprocessor.patches(frames, "cpu", torch.float32), grid_thw=torch.tensor([grid]))
+    assert len(seen) == grid[0]  # each temporal patch by itself
+    place = torch.arange(grid[1] * grid[2] // 4)
+    if source.name == "tiny-qwen2-5-vl":
+        vision = tower.config
+        place, _ = get_vision_window_index(torch.tensor([[1, *grid[1:]]]), 2, vision.window_size, vision.patch_size)
+        assert not torch.equal(place, place.sort().values)  # the trap is there
+    expected_TN = torch.zeros(grid[0], len(place), dtype=torch.float64)
+    for t, (query_HSE, key_HSE) in enumerate(seen):
+        for query_SE, key_SE in zip(query_HSE, key_HSE, strict=True):
+            mean = query_SE.mean(dim=0)
+            scores = [key_SE[4 * j : 4 * j + 4].mean(dim=0) @ mean / math.sqrt(len(mean)) for j in range(len(place))]
+            expected_TN[t, place] += torch.stack(scores).softmax(dim=0) / len(query_HSE)
+    return expected_TN
+
+
+@pytest.mark.parametrize("model", QWEN)
+def test_merged_queries_of_qwen_equal_the_stock_towers_own_queries_and_keys(model, monkeypatch):
+    source = ModelSource.resolve(model)
+    frames = frames_for(source)
+    expected_TN = stock_merged_queries(source, frames, monkeypatch)
+    assert expected_TN.std() > 0.1 * expected_TN.mean()
+    for frame_batch in (32, 3, 1):
+        visual = family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames, MERGED)
+        assert visual.evidence["token_attention"].shape == visual.tokens.shape[:2] == expected_TN.shape
+        torch.testing.assert_close(visual.evidence["token_attention"].double(), expected_TN, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("model", ["tiny", *QWEN])
+def test_asking_changes_no_token_and_hangs_one_hook_and_bfloat16_stays_near_float32(model):
+    source, evidence = ModelSource.resolve(model), []
+    frames = frames_for(source)
+    for runtime in (FLOAT32, BFLOAT16):
+        backbone, hooks = family_of(source).load(runtime, frame_batch=2), set()
+        first = next(part for part in backbone.model.modules() if isinstance(part, torch.nn.Conv2d | torch.nn.Conv3d))
+        first.register_forward_hook(lambda *call, backbone=backbone, hooks=hooks: hooks.add(hooks_of(backbone)))
+        visual = backbone.encode(frames, asked_of(model))
+        assert hooks == {1} and hooks_of(backbone) == 0
+        for name, value in visual.evidence.items():
+            assert value.dtype == torch.float32 and value.shape[:2] == visual.tokens.shape[:2], name
+            assert value.isfinite().all() and (name == "token_key" or (value > 0).all()), name
+        hooks.clear()
+        without = backbone.encode(frames)
+        assert hooks == {0} and not without.evidence
+        for ours, plain in zip((visual.tokens, *visual.deepstack), (without.tokens, *without.deepstack), strict=True):
+            assert torch.equal(ours, plain)
+        evidence.append(visual.evidence)
+    for name, exact in evidence[0].items():
+        assert torch.corrcoef(torch.stack([exact.flatten(), evidence[1][name].flatten()]))[0, 1] > 0.98, name
+
+
+@pytest.mark.parametrize("model", ["tiny", *QWEN])
+def test_a_tower_that_fails_is_left_without_hooks(model):
+    source = ModelSource.resolve(model)
+    backbone = family_of(source).load(FLOAT32)
+
+    def fail(*call):
+        raise RuntimeError("no")
+
+    last = backbone.layers[-1].self_attn.q_proj if model == "tiny" else backbone.model.blocks[-1].attn.qkv
+    last.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="no"):
+        backbone.encode(frames_for(source, 2), asked_of(model))
+    assert hooks_of(backbone) == 0

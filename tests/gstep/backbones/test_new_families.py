@@ -1,44 +1,29 @@
-"""What newer families add: experts in each form of the hub, quantized language models, a tower without questions."""
+"""What single families have of their own: quantized language models, layouts of keys, settings; and a new family."""
 
+import json
+import re
 import shutil
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlavaOnevisionForConditionalGeneration
 
-from gstep.backbones import ModelSource, family_of
-from gstep.checkpoints import tiny
+from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
 from gstep.language import load_language_model, prompt_builder
-from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, settings_file
-from tests.gstep.language.prompts import video
-from tests.gstep.llms import QUESTION, llm, stock
+from tests.builders.clips import sample
+from tests.builders.runs import environment
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, frames_for, settings_file, stock_features
 from tests.gstep.quantized import CONFIGS, quantize
 from tests.gstep.reading import changed_json, changed_tensors
+from tests.interpreter import run_python
+from tests.paths import ROOT, python_path
 
 
-def answers(source, name):
-    """Logits of a model for a prompt on a video of zeros."""
-    prompt = prompt_builder(source).build(QUESTION, [video(name, 2)])
-    return (load_language_model(source, FLOAT32) if source.name != name else llm(name)).logits([prompt])[0]
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen3-vl-moe", "tiny-qwen3-5-moe"])
-def test_experts_load_in_every_form_that_checkpoints_have(name, tmp_path):
-    """As published, as transformers' modules hold them, and as transformers writes them again."""
-    expected = answers(ModelSource.resolve(name), name)
-    as_modules = shutil.copytree(tiny.build(name), tmp_path / "modules")
-    save_file({key: value.clone() for key, value in stock(name).state_dict().items()}, as_modules / "model.safetensors")
-    written = shutil.copytree(as_modules, tmp_path / "written")
-    stock(name).save_pretrained(written)
-    for folder in (as_modules, written):
-        assert torch.equal(answers(ModelSource.resolve(folder), name), expected)
-    shapes = {v.shape for k, v in load_file(as_modules / "model.safetensors").items() if k.endswith("gate_up_proj")}
-    assert shapes == {(4, 96, 64)}  # transposed experts have another shape
-
-
-@pytest.mark.parametrize("method", CONFIGS)
-@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3-vl"])
+@pytest.mark.parametrize(("name", "method"), [*(("tiny", method) for method in CONFIGS), ("tiny-qwen3-vl", "fp8")])
 def test_a_quantized_checkpoint_gives_the_tokens_of_its_plain_tower_and_no_answers(name, method, tmp_path):
     source = ModelSource.resolve(quantize(name, method, tmp_path / "q"), quantized=True)
     frames = frames_for(source, 2)
@@ -62,7 +47,6 @@ def test_a_tower_whose_weights_have_scales_is_refused(folder):
             call()
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2-5-vl", "tiny-internvl"])
 def test_what_is_missing_of_a_vision_part_is_told_by_names_alone(folder):
     assert family_of(ModelSource.resolve(folder)).check_tensors()
     with changed_tensors(folder) as tensors:
@@ -104,14 +88,12 @@ FAST, PIXELS = "LlavaOnevisionVideoProcessor", "video_preprocessor_config.json"
     ("name", "filename", "setting", "value", "words"),
     [
         (LLAVA, PIXELS, "size", {"height": 336, "width": 336}, "size"),
-        (LLAVA, PIXELS, "video_processor_type", "Some", "Some"),
         (LLAVA, PIXELS, "do_center_crop", True, "do_center_crop"),
         (LLAVA, "config.json", "vision_feature_layer", [-2, -1], r"vision_feature_layer .* \[-2, -1\]; only a single"),
         (INTERNVL, PIXELS, "size", {"height": 384, "width": 384}, "384 x 384, does not fit the vision tower of 224"),
         (INTERNVL, PIXELS, "video_processor_type", "Other", "'Other', which is not implemented"),
         (INTERNVL, "config.json", "vision_feature_layer", -2, "vision_feature_layer=-2"),
         *((name, None, "patch_size", 7, "patch_size=7 does not fit") for name in QWEN),
-        *((name, None, "merge_size", 4, "merge_size=4 does not fit") for name in QWEN),
         *((name, None, "video_processor_type", FAST, FAST) for name in QWEN),
     ],
 )
@@ -120,3 +102,98 @@ def test_settings_that_would_change_the_pixels_are_refused(name, folder, filenam
         content[setting] = value
     with pytest.raises(ModelError, match=words):
         family_of(ModelSource.resolve(folder)).preprocessor()
+
+
+SECTION = (ROOT / "gstep/README.md").read_text().split("## Add a model family\n")[1].split("\n## ")[0]
+EXAMPLE = ROOT / "gstep/examples/family"
+SIDE, PATCH, HIDDEN = 32, 8, 6
+USE = """
+import sys
+import torch
+import pipeline
+from gstep.backbones import ModelSource, choose_runtime, family_of
+
+model, clip, out = sys.argv[1:]
+video = pipeline.encode_video(clip, model=model, num_frames=4, retention_ratio=0.25)
+family = family_of(ModelSource.resolve(model))
+frames = torch.arange(2 * 32 * 32 * 3).remainder(251).to(torch.uint8).reshape(2, 32, 32, 3)
+tokens = family.load(choose_runtime("cpu", "float32", "auto")).encode(frames).tokens
+torch.save({"frames": frames, "tokens": tokens, "kept": video.kept().shape, "n": len(video.pruned.tokens)}, out)
+assert family.token_bytes(4, 32, 32) == 2 * 4 * 16 * 6 and family.flops(1, 32, 32) == 2 * 16 * 192 * 6
+from gstep.language import BUILDERS, PromptBuilder
+assert issubclass(BUILDERS["patches"], PromptBuilder) and not BUILDERS["patches"].__abstractmethods__
+"""
+
+
+def test_two_files_and_a_line_make_a_family(tmp_path):
+    """In a copy of the checkout; tokens are those of plain loops in numpy."""
+    copy = tmp_path / "copy"
+    for room in ("gstep", "pipeline"):
+        shutil.copytree(ROOT / room, copy / room, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
+    shutil.copy(EXAMPLE / "backbone.py", copy / "gstep/backbones/patches.py")
+    shutil.copy(EXAMPLE / "prompts.py", copy / "gstep/language/patches.py")
+    (line,) = re.findall(r'`("patches": Family.*?,)`', SECTION, re.DOTALL)
+    table = copy / "gstep/families.py"
+    table.write_text(table.read_text().replace("] = {\n", f"] = {{\n    {line}\n", 1))
+    model = tmp_path / "model"
+    model.mkdir()
+    matrix = torch.randn(HIDDEN, 3 * PATCH**2, generator=torch.Generator().manual_seed(0))
+    save_file({"matrix": matrix}, model / "model.safetensors")
+    config = {"model_type": "patches", "patch_size": PATCH, "hidden_size": HIDDEN}
+    (model / "config.json").write_text(json.dumps(config))
+    pixels = {"size": {"height": SIDE, "width": SIDE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (model / "preprocessor_config.json").write_text(json.dumps(pixels))
+    script = tmp_path / "use.py"
+    script.write_text(USE)  # a plain script: encode_video needs no main guard
+    given = model, sample("bikes.mp4"), tmp_path / "made.pt"
+    done = run_python(script, *given, cwd=copy, env=environment(PYTHONPATH=python_path(copy)))
+    assert done.returncode == 0, done.stderr
+    made = torch.load(tmp_path / "made.pt", weights_only=True)
+    assert (tuple(made["kept"]), made["n"]) == ((4, 4, 4), 16)
+    pixels = (made["frames"].double().numpy() / 255 - 0.5) / 0.5
+    for t, row, column in np.ndindex(2, 4, 4):
+        patch = pixels[t, row * PATCH : (row + 1) * PATCH, column * PATCH : (column + 1) * PATCH]
+        wanted = matrix.double().numpy() @ patch.transpose(2, 0, 1).reshape(-1)
+        assert np.allclose(made["tokens"][t, 4 * row + column].numpy(), wanted, atol=1e-4)
+
+
+@pytest.fixture
+def frames(source):
+    return frames_for(source, 2, (24, 24))
+
+
+def test_the_newline_and_the_grid_are_the_stock_models(source):
+    stock = LlavaOnevisionForConditionalGeneration.from_pretrained(source.pretrained()[0], dtype=torch.bfloat16)
+    backbone = family_of(source).load(BFLOAT16)
+    assert torch.equal(backbone.newline(), stock.model.image_newline)
+    assert torch.equal(family_of(source).static().newline.to(torch.bfloat16), backbone.newline())
+    video = SampledVideo(384, 384, [0.0, 0.5, 1.0, 1.5], None, 30.0, 60)
+    assert backbone.model_extra(video) == {"grid": [14, 14]}
+
+
+def test_every_layout_of_keys_gives_the_same_tokens(source, folder, frames):
+    """Those of the hub and those in memory, with the prefixes of several library versions."""
+    (expected,) = stock_features(source, frames, torch.float32, at_once=1)
+    stored = load_file(folder / "model.safetensors")
+    for model, vision_model in product(("", "model."), ("vision_model.", "")):
+        tower = f"vision_tower.{vision_model}"
+        renamed = {f"{model}{k.replace('vision_tower.vision_model.', tower)}": v for k, v in stored.items()}
+        save_file(renamed, folder / "model.safetensors")
+        family = family_of(ModelSource.resolve(folder))
+        assert torch.equal(family.load(FLOAT32).encode(frames).tokens.flatten(0, 1), expected)
+        assert torch.equal(family.static().newline, family_of(source).static().newline)
+
+
+def test_a_checkpoint_without_newline_is_refused(folder):
+    with changed_tensors(folder) as tensors:
+        del tensors["image_newline"]
+    with pytest.raises(ModelError, match="image_newline"):
+        family_of(ModelSource.resolve(folder)).static()
+
+
+def test_the_layer_is_the_one_that_the_tokens_come_from():
+    backbone = family_of(ModelSource.resolve("tiny")).load(FLOAT32)
+    layers = backbone.model.vision_tower.encoder.layers
+    for index, place in ((-1, 1), (2, 1), (-2, 0), (1, 0)):
+        backbone.model.config.vision_feature_layer = index
+        assert backbone.layers[-1] is layers[place]

@@ -1,17 +1,16 @@
-"""The Qwen families: memory by patches, layouts of files, limits of pixels, windows, known sizes, times of patches."""
+"""The Qwen families: memory by patches, layouts of files, limits of pixels, times and positions of patches."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
-from transformers.vision_utils import get_vision_window_index
 
 from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
-from gstep.backbones.runtime import build_empty_model
-from gstep.checkpoints.files import CheckpointFiles
+from gstep.backbones.positions import PositionFaults, count_position_faults
 from gstep.errors import ModelError
-from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, load_stock, stock_features
-from tests.gstep.qwen_configs import PREPROCESSOR, SIZES
+from gstep.language import Visual, prompt_builder
+from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, load_stock
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
 
 #: What a video of five frames, as large as 16 x 9 tokens, has in either family.
@@ -78,47 +77,6 @@ def test_limits_of_pixels_overrule_the_checkpoints(source):
         family_of(source).with_limits(50_000, 10, None)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
-    config, hidden, millions = SIZES[size]
-    family = config["model_type"]
-    source = ModelSource(size, "none", CheckpointFiles("folder", "/none"), (), family, config, PREPROCESSOR[family])
-    levels = 3 if family == "qwen3_vl" else 0
-    static = family_of(source).static()
-    assert (static.hidden_size, static.newline, static.deepstack_levels) == (hidden, None, levels)
-    preprocessor = family_of(source).preprocessor()
-    height, width = preprocessor.target_size(33, 720, 1280)
-    T, H, W = preprocessor.grid_thw(33, height, width)
-    assert T == 17
-    assert family_of(source).token_bytes(33, height, width) == 17 * H * W // 4 * hidden * 2 * (1 + levels)
-    tower = build_empty_model(source.parse_stock_config().vision_config, Runtime("cpu", torch.bfloat16, "sdpa"))
-    assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in tower.parameters())
-    assert tower.config.out_hidden_size == hidden
-    assert round(sum(parameter.numel() for parameter in tower.parameters()) / 1e6) == millions
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
-def test_windows_are_in_the_order_of_the_stock_tower(source):
-    backbone = family_of(source).load(FLOAT32)
-    for rows, columns in ((4, 4), (5, 4), (8, 8), (9, 16), (3, 2), (1, 13)):
-        expected, _ = get_vision_window_index(torch.tensor([[1, 2 * rows, 2 * columns]]), 2, 112, 14)
-        assert torch.equal(backbone.family.tower_order(rows, columns, backbone.model.config), expected)
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
-def test_windows_put_tokens_in_another_order_than_space(source):
-    """On these frames the trap exists: merging last_hidden_state gives the same tokens at other places."""
-    frames = frames_for(source, 2, (12, 17))
-    (tokens_MD,) = stock_features(source, frames, torch.float32)
-    backbone = family_of(source).load(FLOAT32)
-    patches = backbone.preprocessor.patches(frames, "cpu", torch.float32)
-    grid = torch.tensor([backbone.preprocessor.grid_thw(*frames.shape[:3])])
-    in_windows = backbone.model.merger(backbone.model(patches, grid_thw=grid, return_dict=True).last_hidden_state)
-    assert not torch.equal(in_windows, tokens_MD)
-    torch.testing.assert_close(in_windows.sort(0).values, tokens_MD.sort(0).values, atol=1e-5, rtol=0)
-    assert torch.equal(backbone.encode(frames).tokens.flatten(0, 1), tokens_MD)
-
-
 @pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
 @pytest.mark.parametrize(
     ("settings", "bounds"),
@@ -178,3 +136,45 @@ def test_what_positions_of_qwen3_go_by(source):
     assert extra == {**GRID, "deepstack_levels": 3}
     early = SampledVideo(288, 512, [0.98, 2.0], 1.0, fps, 60)  # on screen when the clip starts
     assert backbone.model_extra(early)["patch_timestamps"] == [0.5]
+
+
+def extra_of(second_per_grid_ts, tokens_per_second=2):
+    return {
+        "second_per_grid_ts": second_per_grid_ts,
+        "tokens_per_second": tokens_per_second,
+        "temporal_patch_size": 2,
+        "video_grid_thw": [0, 2, 2],
+        "spatial_merge_size": 2,
+    }
+
+
+def test_patches_share_positions_above_tokens_per_second():
+    """At 8 frames a second and 2 positions, 16 patches lie on 8."""
+    assert count_position_faults({"grid": [2, 2]}, [0.0, 1.0], even=False) == PositionFaults(
+        None, None
+    )  # no such positions
+    for fps, seconds, shared in ((1, 8, 0), (4, 8, 0), (8, 4, 8), (16, 4, 24)):
+        times = np.arange(fps * seconds) / fps
+        assert count_position_faults(extra_of(2 / fps), times.tolist(), even=True) == PositionFaults(0, shared)
+
+
+def test_the_positions_that_are_counted_are_those_of_the_prompt():
+    """Here 16 patches of one token, built into a prompt as any video is."""
+    extra = {**extra_of(0.25), "video_grid_thw": [16, 2, 2], "grid": [1, 1]}
+    visual = Visual(torch.zeros(16, 64), torch.arange(16), n_frames=16, tokens_per_frame=1, extra=extra)
+    prompt = prompt_builder(ModelSource.resolve("tiny-qwen2-5-vl")).build("p", [visual])
+    ((start, end),) = prompt.spans
+    at = prompt.positions[0, start:end]
+    assert len(at) == 16 and 16 - len(at.unique()) == 8
+    assert count_position_faults(extra, (np.arange(32) / 8).tolist(), even=True) == PositionFaults(0, 8)
+
+
+def test_uneven_frames_are_counted_where_they_are_a_position_off():
+    falling = np.linspace(0, 3, 32) ** 2  # as of a file whose rate falls
+    rounded = np.floor(np.linspace(0, 249, 32)) / 25  # as frames of a file at 25 a second are
+    for times, even in ((np.linspace(0, 10, 32), False), (rounded, False), (falling, True), (np.zeros(32), False)):
+        assert count_position_faults(extra_of(2 * 10 / 32), times.tolist(), even=even) == PositionFaults(0, 0)
+    fitting = falling[::2] / falling[30] * 15 * 1.25
+    uneven = sum(abs(fitting[t] - 1.25 * t) >= 1 for t in range(16))
+    assert count_position_faults(extra_of(2 * 10 / 32), falling.tolist(), even=False) == PositionFaults(uneven, 0)
+    assert uneven > 0

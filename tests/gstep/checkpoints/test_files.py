@@ -19,17 +19,6 @@ from gstep.language.weights import read_generation_config
 from tests.gstep.reading import INDEX, changed_json, count_reading
 
 
-def test_files_of_a_folder_are_found_by_name_and_ending(folder):
-    files = CheckpointFiles.locate(str(folder))
-    assert (files.kind, files.location, files.revision) == ("folder", str(folder.resolve()), None)
-    assert files.find("config.json") == folder / "config.json" and files.has("config.json")
-    assert files.find("other.json") is None and not files.has("other.json")
-    (folder / "shards").mkdir()
-    assert files.find("shards") is None
-    assert files.names(".safetensors") == ["model.safetensors"] and files.names(".bin") == []
-    assert pickle.loads(pickle.dumps(files)) == files  # noqa: S301 - our own bytes
-
-
 def test_a_tiny_models_name_comes_before_a_folder_of_that_name(tmp_path, monkeypatch):
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -90,7 +79,7 @@ def test_preprocessor_files_have_the_stock_precedence(folder):
 
 WRONG_SETTINGS = (
     *(("config.json", ("vision_config",), "x"), ("config.json", ("text_config",), None)),
-    *(("config.json", ("vision_config", "patch_size"), value) for value in (0, "14", [], {"a": 1}, 1.5, True)),
+    *(("config.json", ("vision_config", "patch_size"), value) for value in (0, "14", True)),
     ("config.json", ("vision_config", "image_size"), 10**30),
     *(("config.json", ("text_config", "num_hidden_layers"), value) for value in (-1, 10**9)),  # which fills the memory
     *(("config.json", ("text_config", "model_type"), value) for value in ({"a": 1}, "x")),
@@ -115,7 +104,7 @@ def test_a_setting_of_a_wrong_type_is_refused_by_name(folder, filename, keys, va
         read_generation_config(source, prompt_builder(source).config)
 
 
-@pytest.mark.parametrize("value", [5, None, ["a"], {}, "", "..", "x.bin", "../x.safetensors", "/x.safetensors"])
+@pytest.mark.parametrize("value", [5, None, "", "x.bin", "../x.safetensors", "/x.safetensors"])
 def test_an_index_that_names_no_files_beside_it_is_refused(sharded, value):
     with changed_json(sharded / INDEX) as content:
         content["weight_map"]["image_newline"] = value

@@ -1,14 +1,18 @@
-"""Single tensors of safetensors files, whole or in shards; pickles, damaged files and quantized models are refused."""
+"""Tensors of safetensors files, whole or in shards, and their hash; pickles, damaged and quantized ones are refused."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource, family_of, read_tensors
-from gstep.checkpoints.tensors import refuse_quantized
+from gstep.checkpoints.tensors import compute_tower_hash, refuse_quantized
 from gstep.errors import ModelError
 from gstep.language import load_language_model
 from tests.gstep.backbones.encoders import FLOAT32
+from tests.gstep.llms import KINDS
 from tests.gstep.reading import INDEX, changed_json, changed_tensors, count_reading, decode_newline
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -157,3 +161,60 @@ def test_a_siglip_checkpoint_is_refused_too(siglip):
         config["vision_config"]["quantization_config"] = FP8
     with pytest.raises(ModelError, match=r"vision_config\.quantization_config"):
         family.with_pooling_head(siglip)
+
+
+TOWER = {name: "visual" if "qwen" in name else "vision_tower" for name in KINDS}
+
+
+def test_a_folders_identity_is_its_content(folder, tmp_path):
+    identity = ModelSource.resolve(folder).identity
+    assert identity.startswith("folder:")
+    copy = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
+    with changed_json(copy / "config.json") as config:
+        config["transformers_version"] = "9"
+    assert ModelSource.resolve(copy).identity == identity
+    with changed_json(copy / "config.json") as config:
+        config["vision_feature_layer"] = -2
+    assert ModelSource.resolve(copy).identity != identity
+    with changed_tensors(folder) as tensors:  # a fine-tune of the same shapes
+        tensors["multi_modal_projector.linear_2.weight"] *= 1.001
+    assert ModelSource.resolve(folder).identity != identity
+
+
+every_family = pytest.mark.parametrize(("name", "tower"), TOWER.items())
+
+
+def changed(folder, change, **options):
+    """The hash of a folder's model after ``change`` of each (name, tensor)."""
+    path = folder / "model.safetensors"
+    save_file(dict(change(*item) for item in load_file(path).items()), path)
+    return compute_tower_hash(ModelSource.resolve(folder, **options))
+
+
+@every_family
+def test_a_towers_hash_is_that_of_its_weights_and_in_the_family_generic_of_all_but_the_language_model(folder, tower):
+    def renamed(name, tensor):  # names of other library versions, and another language model
+        plain = name.removeprefix("model.")
+        used = tower in name or "proj" in name or "newline" in name
+        return (plain if "language_model" not in plain else name), tensor if used else -tensor
+
+    def retrained(name, tensor):
+        return name, -tensor if "language_model" in name or "lm_head" in name else tensor
+
+    for options, another in (({"family": "generic", "gate": False}, retrained), ({}, renamed)):
+        known = changed(folder, lambda name, tensor: (name, tensor), **options)
+        assert known.startswith("blake2b-f16:") and len(known) == len("blake2b-f16:") + 32
+        assert changed(folder, another, **options) == known
+        names = [name for name in load_file(folder / "model.safetensors") if tower in name]
+        last = max(name for name in names if not name.endswith("position_ids"))
+        with changed_tensors(folder) as tensors:
+            tensors[last] += 1
+        assert compute_tower_hash(ModelSource.resolve(folder, **options)) != known
+
+
+@every_family
+def test_a_float16_copy_of_bfloat16_weights_has_the_same_hash_and_a_quantized_tower_none(folder, tower):
+    coarse = changed(folder, lambda name, t: (name, t.to(torch.bfloat16)))
+    assert changed(folder, lambda name, t: (name, t.to(torch.float16))) == coarse
+    with pytest.raises(ModelError, match="is stored as F8_E4M3"):
+        changed(folder, lambda name, t: (name, t.to(torch.float8_e4m3fn) if tower in name and t.ndim == 2 else t))

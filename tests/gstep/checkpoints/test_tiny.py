@@ -1,21 +1,20 @@
-"""The tiny models: the same bytes everywhere, loud tokens on real frames, and a whole LLM for transformers."""
+"""The tiny models: the same bytes everywhere; and models with random weights from a config and nothing else."""
 
-import math
-import re
+import json
 import resource
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.nn.functional import normalize, softplus
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from gstep.backbones import ModelSource, Preprocessor, Runtime, family_of
+from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
-from gstep.checkpoints.tiny.weights import draw_weights
+from gstep.checkpoints.random_weights import draw_tensors, has_no_weights
+from gstep.checkpoints.tensors import compute_tower_hash
 from gstep.errors import ModelError
-from tests.gstep.llms import sample_frames
+from gstep.language import BUILDERS, load_language_model, prompt_builder
+from tests.gstep.reading import changed_json
 
 # Pinned: a machine or a numpy that makes other bytes must fail here, and a change must come with a new VERSION.
 IDENTITIES = {
@@ -86,83 +85,6 @@ def test_nothing_is_written_to_the_home_folder_and_a_cache_that_cannot_be_writte
     assert not list((tmp_path / "full/gstep").iterdir())
 
 
-def resized(preprocessor: Preprocessor, clip: str, n_frames: int) -> torch.Tensor:
-    frames = sample_frames(f"{clip}.mp4", n_frames)
-    return preprocessor.resize(frames, preprocessor.target_size(*frames.shape[:3]))
-
-
-@pytest.mark.parametrize(("model", "side"), [("tiny", 384), ("tiny-qwen2-5-vl", 168), ("tiny-qwen3-vl", 192)])
-def test_tokens_of_real_frames_differ_clearly_and_brightness_alone_is_seen(model, side):
-    backbone = family_of(ModelSource.resolve(model)).load(Runtime("cpu", torch.float32, "sdpa"))
-    for clip in ("bikes", "carphone_pristine"):
-        visual = backbone.encode(resized(backbone.preprocessor, clip, 4))
-        assert visual.tokens.shape[::2] == (4 if model == "tiny" else 2, 64)
-        for tokens_TND in (visual.tokens, *visual.deepstack):
-            check_that_they_differ(tokens_TND)
-    levels = torch.tensor([100, 100, 160], dtype=torch.uint8).repeat_interleave(backbone.preprocessor.frames_per_patch)
-    first, same, brighter = backbone.encode(levels[:, None, None, None].expand(-1, side, side, 3)).tokens
-    assert torch.equal(first, same)  # a still picture is still
-    assert (first - brighter).abs().max() > 0.1
-
-
-def check_that_they_differ(tokens_TND: torch.Tensor) -> None:
-    assert tokens_TND.abs().max() < 50 and tokens_TND.std() > 0.1
-
-    unit_MD = normalize(tokens_TND.flatten(0, 1), dim=-1)
-    n_tokens = len(unit_MD)
-    mean_cosine = ((unit_MD @ unit_MD.T).sum() - n_tokens) / (n_tokens * (n_tokens - 1))
-    assert mean_cosine < 0.4  # measured: 0.02 to 0.15
-
-    centres_TD = normalize(tokens_TND.mean(1), dim=-1)
-    moved = 1 - (centres_TD[1:] * centres_TD[:-1]).sum(-1)
-    assert moved.min() > 1e-4  # measured: 3e-3 and more; the method takes less than 2e-6 for no motion at all
-
-    assert len(torch.unique(tokens_TND.flatten(0, 1).bfloat16(), dim=0)) > 0.99 * n_tokens
-
-
-@pytest.mark.parametrize("model", ["tiny-qwen2-5-vl", "tiny-qwen3-vl"])
-def test_a_frame_of_16_to_9_gives_about_as_many_tokens_as_one_of_llava_onevision(model):
-    preprocessor = family_of(ModelSource.resolve(model)).preprocessor()
-    for height in (360, 1080):
-        _, H, W = preprocessor.grid_thw(32, *preprocessor.target_size(32, height, height * 16 // 9))
-        assert H * W // 4 == 144
-
-
-@pytest.mark.parametrize("name", tiny.TINY)
-def test_the_stock_class_has_the_tensors_of_a_tiny_model_and_no_others(source):
-    folder, _ = source.pretrained()
-    _, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values())
-
-
-@pytest.mark.parametrize("name", tiny.TINY)
-def test_special_tokens_are_unlikely_and_what_gelu_adds_to_every_token_cancels_out(folder):
-    tensors = load_file(folder / "model.safetensors")
-    (head,) = (tensor for key, tensor in tensors.items() if key.endswith("lm_head.weight"))
-    assert head[:8].std() < 0.6 * head[8:].std()
-    behind_gelu = [t for key, t in tensors.items() if re.search(r"(fc2|linear_2|merger\.mlp\.2)\.weight$", key)]
-    assert behind_gelu and all(tensor.sum(1).abs().max() < 1e-5 for tensor in behind_gelu)
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen3-5", "tiny-qwen3-5-moe"])
-def test_the_state_of_linear_attention_fades_over_tens_of_tokens(folder):
-    tensors = load_file(folder / "model.safetensors")
-    for layer in range(3):
-        log, bias = (tensors[f"model.language_model.layers.{layer}.linear_attn.{key}"] for key in ("A_log", "dt_bias"))
-        half_lives = math.log(2) / (log.exp() * softplus(bias))
-        assert half_lives.min() > 10 and half_lives.max() < 50
-
-
-def test_the_tables_follow_the_sizes_of_a_config():
-    model = tiny.TINY["tiny-internvl"]
-    vision, text = ({**model.config[part], "hidden_size": 32} for part in ("vision_config", "text_config"))
-    sizes = {"image_size": [448, 448], "num_hidden_layers": 1}
-    weights = draw_weights(model.tensors, {"vision_config": vision | sizes, "text_config": text})
-    assert weights["vision_tower.embeddings.position_embeddings"].shape == (1, 1025, 32)
-    assert weights["multi_modal_projector.linear_1.weight"].shape == (32, 128)
-    assert len([name for name in weights if name.endswith("lambda_1")]) == 1
-
-
 QUESTION = "Qu'est-ce qui se passe? 什么<|im_end|>"
 QWEN_TURN = f"<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>{QUESTION}\n"
 QWEN_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -186,26 +108,75 @@ def test_the_tokenizer_of_a_tiny_llm_talks_in_the_form_of_its_family(source, nam
     for kind in ("image", "video"):
         token = f"<{kind}>" if name == "tiny" else f"<|{kind}_pad|>"
         assert tokenizer.convert_tokens_to_ids(token) == getattr(config, f"{kind}_token_id")
-    if name != "tiny":
-        own = [{"role": "system", "content": "Be brief."}, *MESSAGES, {"role": "assistant", "content": "A."}]
-        assert tokenizer.apply_chat_template(own, tokenize=False) == (
-            f"<|im_start|>system\nBe brief.<|im_end|>\n{QWEN_TURN}<|im_start|>assistant\nA.<|im_end|>\n"
-        )
-        text = config.text_config
-        head_dim = text.hidden_size // text.num_attention_heads
-        assert head_dim >= 32 and sum(text.rope_parameters["mrope_section"]) == head_dim // 2
 
 
-def test_what_is_seen_matters_to_the_answer_of_a_tiny_llm(source):
-    folder, _ = source.pretrained()
-    tokenizer, llm = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
-    preprocessor = family_of(source).preprocessor()
-    inputs = tokenizer(prompt.replace("<video>", "<video>" * (2 * 196 + 1)), return_tensors="pt")
-    logits = []
-    for clip in ("bikes", "carphone_pristine"):
-        pixels = preprocessor.normalise(resized(preprocessor, clip, 2), "cpu", torch.float32)
-        with torch.no_grad():
-            logits.append(llm(**inputs, pixel_values_videos=pixels[None]).logits[0, -1])
-    assert 0.5 < logits[0].std() < 10
-    assert (logits[0] - logits[1]).abs().max() > 0.1
+NAMES = {config.config["model_type"]: name for name, config in tiny.TINY.items()}
+
+
+@pytest.fixture(params=BUILDERS)
+def bare(request, tmp_path):
+    """A folder with a config.json alone."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny.TINY[NAMES[request.param]].config))
+    return folder
+
+
+def random(model, tmp_path, name="made"):
+    (tmp_path / name).mkdir()
+    return ModelSource.random(model, tmp_path / name)
+
+
+def test_both_halves_of_every_family_load_without_weights(bare, tmp_path):
+    assert has_no_weights(str(bare))
+    with pytest.raises(ModelError, match="no safetensors weights"):
+        ModelSource.resolve(bare)
+    source, runtime = random(bare, tmp_path), choose_runtime("cpu", "bfloat16")
+    assert source.identity.startswith("random:") and not source.weight_files and compute_tower_hash(source) is None
+    tower, llm = family_of(source).load(runtime), load_language_model(source, runtime)
+    tensors = [*tower.model.parameters(), *llm.model.parameters()]
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    again = load_language_model(random(bare, tmp_path, "again"), runtime)
+    for one, other in zip(llm.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert [path.name for path in bare.iterdir()] == ["config.json"]
+
+
+def test_a_checkpoint_keeps_its_own_tokenizer_and_settings(tmp_path):
+    ours, theirs = random("tiny-qwen2-5-vl", tmp_path), ModelSource.resolve("tiny-qwen2-5-vl")
+    assert ours.preprocessor == theirs.preprocessor and ours.config == theirs.config
+    text = "What happens?"
+    assert prompt_builder(ours).tokenizer(text).input_ids == prompt_builder(theirs).tokenizer(text).input_ids
+
+
+def test_a_tokenizer_is_made_around_the_ids_of_the_config_where_they_fit(bare, tmp_path):
+    with changed_json(bare / "config.json") as config:
+        config.get("text_config", config)["vocab_size"] = 5000
+        config["video_token_index" if "video_token_index" in config else "video_token_id"] = 4321
+    tokenizer = prompt_builder(random(bare, tmp_path)).tokenizer
+    assert len(tokenizer) == 5000 and tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(4321)) == 4321
+    spoken = "Grüße, ok?"
+    ids = tokenizer(spoken).input_ids
+    assert len(ids) == len(spoken.encode()) and tokenizer.decode(ids) == spoken
+    with changed_json(bare / "config.json") as config:
+        config.get("text_config", config)["vocab_size"] = 100
+    with pytest.raises(ModelError, match=r"copy tokenizer\.json"):
+        random(bare, tmp_path, "small")
+
+
+def test_a_folder_with_any_weights_is_not_taken_for_one_without(tmp_path):
+    assert not has_no_weights("tiny") and not has_no_weights(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("model.safetensors.index.json", "pytorch_model.bin", "model-00001-of-00002.safetensors"):
+        assert has_no_weights(str(tmp_path))
+        (tmp_path / name).write_text("{}")
+        assert not has_no_weights(str(tmp_path))
+        (tmp_path / name).unlink()
+
+
+def test_matrices_are_drawn_norms_are_one_and_biases_zero():
+    shapes = {"a.weight": torch.empty(400, 300), "norm.weight": torch.empty(9), "a.bias": torch.empty(9)}
+    made = draw_tensors(shapes, "cpu", torch.float16)
+    assert 0.019 < float(made["a.weight"].float().std()) < 0.021
+    assert bool((made["norm.weight"] == 1).all()) and not made["a.bias"].any()
+    assert not torch.equal(made["a.weight"], draw_tensors(shapes, "cpu", torch.float16, seed=1)["a.weight"])

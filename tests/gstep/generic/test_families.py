@@ -1,8 +1,13 @@
-"""Each family of video models in the generic family: cached tokens give the logits of the stock model on the video."""
+"""Each family of video models in the generic family: logits of the stock model, odd videos, prompts and records."""
 
 from __future__ import annotations
 
+import base64
 import inspect
+import json
+import pickle
+import re
+import zlib
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,12 +20,24 @@ from torch import Tensor
 from transformers.video_utils import VideoMetadata
 
 import gstep
-from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
-from gstep.language import Prompt, Visual, load_language_model, prompt_builder
+from gstep import make_pruner
+from gstep.backbones import ModelSource, SampledVideo, family_of
+from gstep.errors import ModelError, TooFewFrames, UnsupportedVideo
+from gstep.generic.family import describe_untimed_video
+from gstep.generic.processor import (
+    decode_record,
+    encode_record,
+    load_processor,
+    make_metadata,
+    render_conversation,
+    run_processor,
+)
+from gstep.language import Decoding, Prompt, Visual, load_language_model, prompt_builder
 from gstep.language.model import LanguageModel
 from gstep.language.types import ChatMessage
 from gstep.types import VisualTokens
 from tests.builders.checkpoints import FAMILIES
+from tests.gstep.llms import FLOAT32, visual_of
 
 QUESTION = "What moves?"
 ASKED: list[ChatMessage] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
@@ -30,17 +47,18 @@ CONVERSATION: list[ChatMessage] = [
     {"role": "assistant", "content": [{"type": "text", "text": "Bien, 什么?"}]},
     {"role": "user", "content": [{"type": "text", "text": "Here:"}, *ASKED[0]["content"]]},
 ]
-N_FRAMES, HEIGHT, WIDTH, FPS = 8, 112, 168, 1.3
-RUNTIME = Runtime("cpu", torch.float32, "sdpa")
+N_FRAMES, HEIGHT, WIDTH, FPS = 8, 56, 84, 1.3
+#: (frames, height, width): few and odd numbers of frames, frames below a patch, extreme and ordinary shapes.
+BLACK = torch.zeros(6, 60, 90, 3, dtype=torch.uint8)
+SHAPES = [(1, 56, 84), (2, 56, 84), (7, 56, 56), (5, 90, 160), (4, 1, 99), (2, 10, 1500)]
 #: Families with layers that hand a state from token to token, or that choose blocks of tokens: a mask does not take a
 #: token out of these, so the stock model gives no logits to compare pruned videos with.
 STATEFUL = {
     *("glm5_next", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"),
     "qwen4_exp",
 }
-#: Families that always run: deepstack and M-RoPE, a tail, frames as images, token types, latent attention, states,
-#: positions that are fractions.
-QUICK = ("qwen3_vl", "llava_onevision", "smolvlm", "gemma4", "kimi_k25", "lfm3_vl", "qwen3_omni_moe")
+#: Families that always run: deepstack and M-RoPE, a tail, token types, slices of frames and states.
+QUICK = ("qwen3_vl", "llava_onevision", "gemma4", "minicpmv4_6")
 
 every_family = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
@@ -52,7 +70,7 @@ def make_clip() -> Tensor:
     noise = torch.Generator().manual_seed(1)
     frames = torch.randint(0, 256, (HEIGHT, WIDTH, 3), generator=noise, dtype=torch.uint8).repeat(N_FRAMES, 1, 1, 1)
     for i in range(N_FRAMES):
-        frames[i, 20:60, 10 + 12 * i : 50 + 12 * i] = torch.tensor([250, 30 * i, 40], dtype=torch.uint8)
+        frames[i, 10:30, 5 + 6 * i : 25 + 6 * i] = torch.tensor([250, 30 * i, 40], dtype=torch.uint8)
     return frames
 
 
@@ -73,12 +91,8 @@ class Case:
 
     def build_prompt(self, index=None, positions="original", text=QUESTION, messages=None) -> Prompt:
         """Build the prompt of a text or conversation about the tokens at flat ``index``, or about all tokens."""
-        T, N, _ = self.video.tokens.shape
-        index = torch.arange(T * N) if index is None else index
-        tokens, *deepstack = (level.flatten(0, 1)[index] for level in (self.video.tokens, *self.video.deepstack))
-        visual = Visual(tokens, index, T, N, self.video.extra, tuple(deepstack))
-        builder = prompt_builder(self.source, positions)
-        return builder.build(text, [visual]) if messages is None else builder.build_chat(messages, [visual])
+        visuals, builder = [visual_of(self.video, index)], prompt_builder(self.source, positions)
+        return builder.build(text, visuals) if messages is None else builder.build_chat(messages, visuals)
 
     def select(self) -> Tensor:
         """Return the flat index of the quarter of the tokens that GSTEP keeps."""
@@ -94,13 +108,13 @@ def load_case(name: str, folder: Path) -> Case:
     stock = stock_class.from_pretrained(folder, dtype=torch.float32).eval()
     source = ModelSource.resolve(str(folder), family="generic")
     inputs = read_by_stock(folder, make_clip())
-    return Case(source, inputs, stock, encode_clip(source), load_language_model(source, RUNTIME))
+    return Case(source, inputs, stock, encode_clip(source), load_language_model(source, FLOAT32))
 
 
 def encode_clip(source: ModelSource) -> VisualTokens:
     """Encode the clip by the generic family."""
     sampled = SampledVideo(HEIGHT, WIDTH, [i / FPS for i in range(N_FRAMES)], None, FPS, N_FRAMES)
-    return family_of(source).load(RUNTIME).encode(make_clip(), video=sampled)
+    return family_of(source).load(FLOAT32).encode(make_clip(), video=sampled)
 
 
 def read_by_stock(folder: Path, clip: Tensor, messages: list[ChatMessage] = ASKED) -> dict[str, Any]:
@@ -130,7 +144,7 @@ def test_with_all_tokens_the_logits_of_a_question_and_a_conversation_are_those_o
     whole = replace(case, video=encode_clip(replace(case.source, layout={**case.source.layout, "in_pieces": False})))
     # A video in pieces differs in the last digits, for some models and on some CPUs.
     talk = replace(case, inputs=read_by_stock(tiny_checkpoint(name), make_clip(), CONVERSATION))
-    for one, messages, tolerance in ((whole, ASKED, 0.0), (case, ASKED, 2e-5), (talk, CONVERSATION, 2e-5)):
+    for one, messages, tolerance in ((whole, ASKED, 0.0), (talk, CONVERSATION, 2e-5)):
         expected, prompt = run_stock(one), one.build_prompt(messages=messages)
         assert prompt.input_ids.tolist() == one.inputs["input_ids"][0].tolist()
         difference = (case.language_model.logits([prompt])[0] - expected).abs().max()
@@ -176,6 +190,187 @@ def test_a_batch_gives_the_logits_of_its_prompts(tiny_checkpoint, name):
 
 def test_loading_a_half_of_a_model_logs_nothing_about_the_other_half(tiny_checkpoint, caplog):
     source = ModelSource.resolve(str(tiny_checkpoint("internvl")), family="generic")
-    family_of(source).load(RUNTIME)
-    load_language_model(source, RUNTIME)
+    family_of(source).load(FLOAT32)
+    load_language_model(source, FLOAT32)
     assert "UNEXPECTED" not in caplog.text
+
+
+def make_noise(n_frames: int, height: int, width: int) -> Tensor:
+    """Make frames [F,H,W,3] uint8 of fixed noise."""
+    seeded = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (n_frames, height, width, 3), generator=seeded, dtype=torch.uint8)
+
+
+@every_family
+def test_short_videos_and_odd_frames_give_tokens_that_fit_the_prompt_or_a_fault(tiny_checkpoint, name):
+    source = ModelSource.resolve(str(tiny_checkpoint(name)), family="generic")
+    family, builder = family_of(source), prompt_builder(source)
+    backbone, shapes = family.load(FLOAT32), {}
+    for shape, frames in {**{shape: make_noise(*shape) for shape in SHAPES}, (6, 60, 90): BLACK}.items():
+        try:
+            visual = backbone.encode(frames, video=describe_untimed_video(*shape))
+        except (TooFewFrames, UnsupportedVideo) as fault:
+            assert "own processor refuses the video" in str(fault)
+            if name == "qwen3_vl":
+                assert re.search(r"temporal_factor:2\); 1 frame sampled: sample more", str(fault))
+            with pytest.raises(type(fault)):
+                family.token_counts(*shape)
+            continue
+        T, N, _ = shapes[shape] = visual.tokens.shape
+        assert visual.tokens.isfinite().all()
+        assert shape[0] >= T and family.token_counts(*shape) == (T, N)
+        assert len(builder.build("?", [visual_of(visual)]).visuals) == 1  # raises if the placeholders do not fit
+    assert {(7, 56, 56), (5, 90, 160), (6, 60, 90)} <= shapes.keys() and (name != "qwen3_vl" or SHAPES[0] not in shapes)
+    if name.startswith("minicpm"):  # a frame and its slices are one step of time
+        assert [shapes[shape][0] for shape in SHAPES] == [n for n, _, _ in SHAPES]
+
+
+@every_family
+def test_a_clip_s_times_in_the_prompt_are_those_of_its_frames(tiny_checkpoint, name):
+    """A clip of 5 s from 10 s on, 24 frames a second in a file of 25 on average; the stock processor counts frames.
+
+    The first frame appeared before the clip, and one is repeated.
+    """
+    sampled = SampledVideo(56, 84, [9.99, 10.5, 10.5, 11.75, 13.0, 14.25], 10.0, 25.0, 120, 24.0)
+    stock = VideoMetadata(120, 24.0, 84, 56, 5.0, frames_indices=[0, 12, 12, 42, 72, 102])
+    source = ModelSource.resolve(str(tiny_checkpoint(name)), family="generic", gate=False)
+    processor = load_processor(source)
+    text = render_conversation(source, processor, ASKED)
+    frames = make_noise(6, 56, 84).permute(0, 3, 1, 2)
+    ids, expected = (
+        run_processor(processor, text, frames, metadata)["input_ids"] for metadata in (make_metadata(sampled), stock)
+    )
+    assert torch.equal(ids, expected)
+
+
+#: Families with their own code that answer questions.
+FAST = ("llava_onevision", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+#: A file from its start, and a clip of a file whose frame rate varies.
+VIDEOS = (
+    SampledVideo(60, 100, [0.1 + i * 99 / 29.97 / 7 for i in range(7)], None, 29.97, 99),
+    SampledVideo(60, 100, [3.24, 3.3, 4.0, 4.0, 5.5, 6.1], 3.25, 29.97, 80, clip_fps=24.0),
+)
+
+
+def make_frames(video: SampledVideo) -> Tensor:
+    """Make frames [F,H,W,3] uint8 of fixed noise."""
+    seeded = torch.Generator().manual_seed(2)
+    return torch.randint(0, 256, (video.n_frames, video.height, video.width, 3), generator=seeded, dtype=torch.uint8)
+
+
+def encode(source, video) -> Visual:
+    """Encode a video, and keep every third token."""
+    family = family_of(source)
+    size = family.preprocessor().target_size(video.n_frames, video.height, video.width)
+    backbone = family.load(FLOAT32)
+    encoded = backbone.encode(family.preprocessor().resize(make_frames(video), size), video=video)
+    kept = torch.arange(0, encoded.tokens[..., 0].numel(), 3)
+    extra = backbone.model_extra(replace(video, height=size[0], width=size[1]))
+    return visual_of(encoded, kept, torch.bfloat16, backbone.newline(), **extra)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_generic_model_has_the_tokens_prompts_and_positions_of_the_family_with_its_own_code(name, tiny_checkpoint):
+    sources = [ModelSource.resolve(tiny_checkpoint(name), family=family) for family in (None, "generic")]
+    for video in VIDEOS:
+        a, b = visuals = [encode(source, video) for source in sources]
+        assert all(map(torch.equal, (a.tokens, *a.deepstack), (b.tokens, *b.deepstack)))
+        assert len(a.deepstack) == len(b.deepstack)
+        for positions in ("original", "contiguous"):
+            builders = [prompt_builder(source, positions) for source in sources]
+            assert len({builder.n_visual([visual]) for builder, visual in zip(builders, visuals, strict=True)}) == 1
+            for text in ("Is it red?", "What is <|video_pad|> or <image> or <video>, Käse and 一?"):
+                p, q = (builder.build(text, [visual]) for builder, visual in zip(builders, visuals, strict=True))
+                assert torch.equal(p.input_ids, q.input_ids) and torch.equal(p.positions, q.positions)
+            p, q = (builder.build("Is it red?", []) for builder in builders)
+            assert torch.equal(p.input_ids, q.input_ids) and torch.equal(p.positions, q.positions)
+    models = [load_language_model(source, FLOAT32) for source in sources]
+    prompts = [prompt_builder(source).build("?", [visual]) for source, visual in zip(sources, visuals, strict=True)]
+    logits = [model.logits([prompt], 1)[0] for model, prompt in zip(models, prompts, strict=True)]
+    torch.testing.assert_close(*logits, rtol=0, atol=2e-4 if name == "llava_onevision" else 1e-5)
+    scores = [model.score([prompt], [["A", " blue"]])[0] for model, prompt in zip(models, prompts, strict=True)]
+    for one, two in zip(*scores, strict=True):
+        assert one.n_tokens == two.n_tokens and one.logprob == pytest.approx(two.logprob, abs=2e-3)
+    answers = [m.generate([p], [Decoding(4)])[0].token_ids for m, p in zip(models, prompts, strict=True)]
+    assert answers[0] == answers[1]
+
+
+@pytest.fixture
+def source(tiny_checkpoint) -> ModelSource:
+    """A tiny Qwen3-VL of the generic family."""
+    return ModelSource.resolve(tiny_checkpoint("qwen3_vl"), family="generic")
+
+
+def test_no_method_prunes_inside_a_generic_model(source):
+    model, prompt = load_language_model(source, FLOAT32), prompt_builder(source).build("Is it red?", [])
+    for answer, more in ((model.generate, [Decoding(1)] * 2), (model.score, [["A"]] * 2)):
+        with pytest.raises(ValueError, match="fastv prunes inside a model, which models of the generic family"):
+            answer([prompt] * 2, more, inside=(make_pruner("fastv"), 0.5))
+
+
+@pytest.fixture
+def visual(source) -> Visual:
+    return encode(source, VIDEOS[0])
+
+
+def test_a_pickled_builder_takes_a_system_message_through_the_checkpoint_s_template(source, visual):
+    builder = pickle.loads(pickle.dumps(prompt_builder(source)))  # noqa: S301 - made here
+    text = builder.tokenizer.decode(builder.build("Why?", [visual], system="Be <|video_pad|> brief.").input_ids)
+    assert "Be <|video_pad|> brief." in text and text.index("Be ") < text.index("Why?")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": {}}, "lacks the processor's record"),
+        ({"extra": {"record": "abc"}}, "record of this video is damaged"),
+        ({"n_frames": 7}, "do not fit the prompt"),
+        ({"deepstack": ()}, "0 deepstack levels in the cache; this model takes 2"),
+        ({"tokens": torch.zeros(27, 32)}, "visual tokens of width 32; this model takes 64"),
+        ({"index": torch.arange(27).flip(0)}, 'order="index"'),
+    ],
+)
+def test_cached_tokens_that_do_not_fit_the_model_are_refused(source, visual, change, message):
+    with pytest.raises(ValueError, match=message):
+        prompt_builder(source).build("Why?", [replace(visual, **change)])
+
+
+def test_what_a_generic_prompt_does_not_have_is_refused_by_name(source, visual):
+    builder = prompt_builder(source)
+    with pytest.raises(ValueError, match="at most one video, not 2"):
+        builder.build("Why?", [visual, visual])
+    with pytest.raises(ValueError, match="the rule 'vllm' is for families with their own code"):
+        prompt_builder(source, rule="vllm")
+    with pytest.raises(ValueError, match="frame times 'stock' is for families"):
+        prompt_builder(source, frame_times="stock")
+    with pytest.raises(ValueError, match="U\\+10FFFE"):
+        builder.build("a\U0010fffeb", [visual])
+    with pytest.raises(ModelError, match="resolved without its check"):
+        prompt_builder(ModelSource.resolve(source.name, family="generic", gate=False))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma4", "llava_onevision"])
+def test_a_record_has_all_that_the_processor_returned_but_pixels_and_paths(name, tiny_checkpoint):
+    source = ModelSource.resolve(tiny_checkpoint(name), family="generic")
+    record = encode(source, VIDEOS[0]).extra["record"]
+    assert len(record) < 4096
+    output, version = decode_record(record)
+    content = zlib.decompress(base64.b64decode(record)).decode()
+    assert version in content and str(source.name) not in content and "/" not in content
+    assert encode_record(output) == record
+    pixels = [value for key, value in output.items() if key.startswith("pixel_values")]
+    assert pixels and all(value.untyped_storage().nbytes() <= 8 and not value.any() for value in pixels)
+
+
+def test_a_record_that_lacks_what_the_processor_reads_names_the_version_that_wrote_it(source, visual):
+    content = json.loads(zlib.decompress(base64.b64decode(visual.extra["record"])))
+    content["transformers"] = "5.18.1"
+    del content["output"]["video_grid_thw"]
+    record = base64.b64encode(zlib.compress(json.dumps(content).encode())).decode()
+    with pytest.raises(ValueError, match=r"written by transformers 5\.18\.1, .*reads more .*prune the video again"):
+        prompt_builder(source).build("Why?", [replace(visual, extra={"record": record})])
+
+
+def test_a_value_of_an_unknown_type_is_not_dropped_silently():
+    with pytest.raises(ModelError, match="returns a set in shapes, which cannot be recorded"):
+        encode_record({"shapes": {1, 2}})

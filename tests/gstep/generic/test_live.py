@@ -2,8 +2,6 @@
 
 import dataclasses
 import inspect
-import subprocess
-import sys
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -14,15 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import gstep
-from gstep.backbones import BACKBONES, ModelSource, Runtime, SampledVideo, family_of
+from gstep.backbones import BACKBONES, ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
 from gstep.generic.halves import load_model
 from gstep.generic.layout import probe_units
 from gstep.generic.processor import load_processor, make_metadata, run_processor
-from gstep.language import Decoding, LanguageModel, Prompt, Visual, load_language_model, prompt_builder
+from gstep.language import Decoding, LanguageModel, Prompt, load_language_model, prompt_builder
 from tests.builders.checkpoints import FAMILIES
+from tests.gstep.llms import FLOAT32, visual_of
 
-FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
 H, W = 56, 84
 QUESTION = "What moves?"
 #: With deepstack and three axes; a newline behind the video; frames as images; bidirectional blocks; grids of one step.
@@ -90,38 +88,28 @@ def first_logits(case: Live, inputs: dict[str, Any], **options: Any) -> torch.Te
     return output.logits[0]
 
 
-def cached(
-    folder: str, method: str = "gstep", n_frames: int = 8, family: str | None = None
-) -> tuple[LanguageModel, Prompt]:
+def cached(folder: str, family: str | None = None) -> tuple[LanguageModel, Prompt]:
     """The cached path: encoder, rounding, method, prompt and language model, each by itself."""
     source = ModelSource.resolve(folder, family=family)
-    frames, video = make_video(n_frames)
+    frames, video = make_video()
     backbone = family_of(source).load(FLOAT32)
     preprocessor = backbone.preprocessor
-    size = preprocessor.target_size(n_frames, H, W)
+    size = preprocessor.target_size(len(frames), H, W)
     if not family:
         frames = torch.as_tensor(preprocessor.resize(frames.numpy(), size))
         video = dataclasses.replace(video, height=size[0], width=size[1])
     visual = backbone.encode(frames, video=video)
-    tokens, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
-    pruned = gstep.prune(tokens, retention_ratio=0.25, method=method)
+    index = gstep.prune(visual.tokens.to(torch.bfloat16), retention_ratio=0.25).index
     newline = backbone.newline()
-    kept = Visual(
-        tokens=pruned.tokens,
-        index=pruned.index,
-        n_frames=len(tokens),
-        tokens_per_frame=tokens.shape[1],
-        extra={**backbone.model_extra(video), **visual.extra},
-        deepstack=tuple(level.flatten(0, 1)[pruned.index] for level in deepstack),
-        newline=None if newline is None else newline.to(torch.bfloat16),
-    )
+    newline = None if newline is None else newline.to(torch.bfloat16)
+    kept = visual_of(visual, index, torch.bfloat16, newline, **backbone.model_extra(video))
     prompt = prompt_builder(source).build(QUESTION, [kept])
     return load_language_model(source, FLOAT32), prompt
 
 
-def check_parity(case: Live, folder: str, family: str | None, n_frames: int = 8) -> None:
-    model, prompt = cached(folder, n_frames=n_frames, family=family)
-    inputs = read(case, n_frames)
+def check_parity(case: Live, folder: str, family: str | None) -> None:
+    model, prompt = cached(folder, family)
+    inputs = read(case)
     with gstep.pruning(case.model, retention_ratio=0.25):
         logits, ids = first_logits(case, inputs), answer(case, inputs)
     expected = model.logits([prompt], last=1)[0]  # a single row, also where a model ignores logits_to_keep
@@ -155,9 +143,8 @@ def test_every_family_answers_as_from_its_cache(live, tiny_checkpoint, name):
         check_parity(live(name), str(tiny_checkpoint(name)), None)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "kimi_k25"])
-def test_the_layout_that_is_found_at_the_first_call_serves_other_lengths(live, name):
-    case = live(name)
+def test_the_layout_that_is_found_at_the_first_call_serves_other_lengths(live):
+    case = live("gemma4")
     longer, shorter = read(case, 12), read(case, 4)
     expected = []
     for inputs in (longer, shorter):
@@ -169,7 +156,7 @@ def test_the_layout_that_is_found_at_the_first_call_serves_other_lengths(live, n
             assert torch.equal(first_logits(case, inputs), logits)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision", "internvl", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision"])
 def test_with_all_tokens_the_answer_is_the_stock_models(live, name):
     case = live(name)
     inputs = read(case)
@@ -268,16 +255,10 @@ def test_the_tiles_of_an_image_are_no_video(live):
     ("options", "message"),
     [
         ({"num_beams": 2}, "num_beams=2 does not go with gstep.pruning"),
-        ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences=3"),
         ({"generation_config": "beams"}, "num_beams=4"),
         ({"use_cache": False}, "use_cache=False"),
         ({"assistant_model": "any"}, "assistant_model does not go"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens does not go"),
         ({"past_key_values": ()}, "past_key_values does not go"),
-        ({"position_ids": torch.zeros(1, 1)}, "position_ids does not go"),
-        ({"mm_encoder_outputs": {}}, "mm_encoder_outputs does not go"),
-        ({"guidance_scale": 2.0}, "guidance_scale does not go"),
-        ({"prefill_chunk_size": 8}, "prefill_chunk_size does not go"),
         ({"custom_generate": "repo"}, "custom_generate does not go"),
         ({"pixel_values": torch.zeros(4, 4)}, "has images beside it"),
         ({"input_ids": torch.zeros(2, 9, dtype=torch.int64)}, "one prompt at a time"),
@@ -295,9 +276,8 @@ def test_what_does_not_go_with_a_pruned_prompt_is_refused_by_name(live, options,
     assert "generate" not in vars(case.model)
 
 
-@pytest.mark.parametrize("name", ["internvl", "gemma4", "llava_onevision"])
-def test_several_videos_are_refused(live, name):
-    case = live(name)
+def test_several_videos_are_refused(live):
+    case = live("internvl")
     frames, video = make_video()
     text = render(case.processor, {"type": "video"}, {"type": "text", "text": "and"}, {"type": "video"})
     given = {"videos": [frames.permute(0, 3, 1, 2)] * 2, "video_metadata": [make_metadata(video)] * 2}
@@ -311,10 +291,6 @@ def test_several_videos_are_refused(live, name):
     [
         ("fastv", {}, "'fastv' prunes inside the language model"),
         ("holitom", {}, "'holitom' needs token_attention"),
-        ("cdpruner", {}, "'cdpruner' needs image_embedding, text_embedding"),
-        ("gstepp", {}, "did you mean gstep"),
-        ("gstep", {"retention_ratio": 0.0}, "retention_ratio"),
-        ("gstep", {"seed": -1}, "seed"),
         ("gstep", {"alphabet": 1}, "alphabet"),
     ],
 )
@@ -371,7 +347,6 @@ def encode_rows(tokens_of_frames, constant=0, tail=0):
     [
         (lambda x: x, 0, 0, (6, 0)),
         (lambda x: x, 1, 0, (6, 0)),  # a newline row behind each frame, and so behind the last
-        (lambda x: x, 0, 1, (6, 1)),
         (lambda x: x[::2] + x[1::2], 0, 2, (3, 2)),
         (lambda x: x + x.sum(0), 0, 0, (1, 0)),
         (lambda x: x.cumsum(0), 0, 0, "mix frames"),
@@ -387,12 +362,3 @@ def test_steps_are_found_by_changing_pixels(mix, constant, tail, expected):
             probe_units(encode, inputs, base)
     else:
         assert probe_units(encode, inputs, base) == expected
-
-
-def test_the_context_needs_torch_and_transformers_alone():
-    code = (
-        "import sys, gstep; assert not {'torch', 'transformers'} & set(sys.modules); "
-        "sys.modules.update(dict.fromkeys(['torchvision', 'ray', 'pyarrow', 'av', 'decord', 'num2words'])); "
-        "gstep.pruning"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

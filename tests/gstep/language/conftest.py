@@ -1,14 +1,16 @@
-"""What tests of the language models share: each family, a video in its tokens, and prompts of several lengths."""
+"""What tests of the language models share: a model of each kind, a video in its tokens, and prompts."""
 
 import pytest
 
 from gstep.backbones import ModelSource
-from tests.gstep.llms import FAMILIES, encode, ragged
+from tests.gstep.llms import KINDS, encode, ragged
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def name(request):
-    return request.param
+def pytest_generate_tests(metafunc):
+    """Give a test of ``name`` that names no models itself those of its file, NAMES, or one of each kind."""
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "name" in metafunc.fixturenames and "name" not in given:
+        metafunc.parametrize("name", getattr(metafunc.module, "NAMES", KINDS), scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
-"""Conversations of several turns: the ids of the stock template and processor, the logits and replies of the model."""
+"""Conversations and single questions against the stock template and processor: ids, logits, positions and times."""
 
 import dataclasses
+import random
 import re
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +17,8 @@ from transformers.video_utils import VideoMetadata
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.language import prompt_builder
-from tests.gstep.language.prompts import builder, video
-from tests.gstep.language.test_model import stock_greedy
-from tests.gstep.llms import FAMILIES, GREEDY, encode, llm, stock, stock_inputs
+from tests.gstep.language.prompts import GRID, PER_FRAME, QWEN, builder, text_of, video
+from tests.gstep.llms import FAMILIES, encode, llm, stock, stock_inputs
 from tests.gstep.stock import stock_video_text
 
 TOKENS = {"tiny": "<video>", "tiny-internvl": "<video>"}
@@ -35,7 +36,8 @@ VIDEO = {"type": "video"}
 FIRST = [turn("user", VIDEO, "Who is it?"), turn("assistant", "Un chien, 什么?"), turn("user", "And what does it do?")]
 LAST = [turn("user", "Hello."), turn("assistant", "Hi.\n"), turn("user", "Look:", VIDEO, "What is it?")]
 SYSTEM = [turn("system", "Be brief."), *FIRST]
-CONVERSATIONS = {"first": FIRST, "last": LAST, "system": SYSTEM}
+BOTH = [*FIRST[:2], turn("user", "And this one?", VIDEO, "Which is longer?")]
+CONVERSATIONS = {"first": FIRST, "last": LAST, "system": SYSTEM, "both": BOTH}
 
 
 def stock_video(name, visual) -> str:
@@ -82,44 +84,23 @@ def stock_ids(name, messages, *visuals) -> list[int]:
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_ids_are_those_of_the_stock_template_and_processor(name, messages):
-    visual = timed(video(name))
-    assert builder(name).build_chat(messages, [visual]).input_ids.tolist() == stock_ids(name, messages, visual)
+    visuals = [timed(video(name, n_frames=n)) for n in (2, 4)][: 1 + (messages is BOTH)]
+    prompt = builder(name).build_chat(messages, visuals)
+    assert prompt.input_ids.tolist() == stock_ids(name, messages, *visuals)
+    assert prompt.spans == tuple(sorted(prompt.spans)) and prompt.visuals == tuple(visuals)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_videos_of_several_turns_stand_in_their_turns(name):
-    one, two = (timed(video(name, n_frames=n)) for n in (2, 4))
-    messages = [*FIRST[:2], turn("user", "And this one?", VIDEO, "Which is longer?")]
-    prompt = builder(name).build_chat(messages, [one, two])
-    assert prompt.input_ids.tolist() == stock_ids(name, messages, one, two)
-    assert prompt.spans[0][1] < prompt.spans[1][0] and prompt.visuals == (one, two)
-
-
-@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_with_all_tokens_the_logits_and_replies_are_those_of_the_stock_model_on_pixels(name, messages):
-    encoded = encode(name)
-    prompt = prompt_builder(ModelSource.resolve(name)).build_chat(messages, [encoded.visual])
-    inputs = stock_inputs(name, prompt, encoded)
+def test_with_all_tokens_the_logits_of_a_conversation_are_those_of_the_stock_model_on_pixels(name):
+    encoded = encode(name, n_frames=2)
+    prompt = prompt_builder(ModelSource.resolve(name)).build_chat(LAST, [encoded.visual])
     with torch.no_grad():
-        expected = stock(name)(**inputs).logits[0]
+        expected = stock(name)(**stock_inputs(name, prompt, encoded)).logits[0]
     (logits,) = llm(name).logits([prompt])
     assert (logits - expected).abs().max() < 5e-5  # as of single questions
-    (answer,) = llm(name).generate([prompt], [GREEDY])
-    assert answer.token_ids == stock_greedy(name, inputs)
 
 
-def test_a_conversation_shares_its_video_with_others_that_begin_alike():
-    """Questions that follow the same turns go through the model together, and say what each says alone."""
-    visual = encode("tiny").visual
-    build = builder("tiny").build_chat
-    prompts = [build([*FIRST[:2], turn("user", words)], [visual]) for words in ("What?", "Why does it do that?")]
-    together = llm("tiny").generate(prompts, [GREEDY] * 2)
-    alone = [llm("tiny").generate([p], [GREEDY])[0] for p in prompts]
-    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
-    assert together[0].token_ids != together[1].token_ids
-
-
+@pytest.mark.parametrize("name", ["tiny"], scope="module")
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -140,6 +121,7 @@ def test_a_template_that_refuses_or_leaves_out_a_turn_is_an_error_of_the_questio
     assert not isinstance(error.value, ModelError)
 
 
+@pytest.mark.parametrize("name", ["tiny"], scope="module")
 def test_a_template_may_move_a_text_and_leave_out_earlier_thoughts(folder):
     template = (
         "{% for m in messages if m.role != 'system' %}{% if loop.last %}{{ messages[0].content[0].text }}{% endif %}"
@@ -161,3 +143,106 @@ def test_the_placeholders_of_the_model_are_refused_by_name_and_other_texts_are_n
     builder(name).refuse_placeholders(["Why?", others, "< video >", own[:-1]])
     ids = builder(name).tokenizer(f"a{own}b", add_special_tokens=False).input_ids
     assert builder(name).placeholder_id in ids  # it would be taken for a video
+
+
+def stock_positions(name, prompt, videos):
+    model = stock(name).model
+    ids = prompt.input_ids[None]
+    positions, _ = model.get_rope_index(
+        ids,
+        mm_token_type_ids=(ids == stock(name).config.video_token_id).int() * 2,
+        video_grid_thw=torch.tensor([v.extra["video_grid_thw"] for v in videos]),
+        second_per_grid_ts=torch.tensor([v.extra["second_per_grid_ts"] for v in videos]),
+    )
+    return positions[:, 0]
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_positions_of_all_tokens_are_those_of_the_stock_model(name):
+    for n_frames, seconds in product((1, 5, 40), (0.5, 1.3, 2.0, 7.77)):
+        videos = [video(name, n_frames, seconds=seconds), video(name, 2, seconds=0.4, grid=(10, 6))]
+        prompt = builder(name).build("What is happening?", videos)
+        assert torch.equal(prompt.positions, stock_positions(name, prompt, videos)), (n_frames, seconds)
+
+
+def old_positions(prompt, video_token, video, whole_seconds):
+    """As get_rope_index of transformers 4.57 has it for Qwen2.5-VL, and vLLM, which multiplies in float64.
+
+    What follows starts at the maximum plus one.
+    """
+    t, h, w = video.extra["video_grid_thw"]
+    seconds = torch.tensor(video.extra["second_per_grid_ts"])
+    seconds = seconds.long() if whole_seconds else seconds.double()
+    n_before = prompt.input_ids.tolist().index(video_token)
+    n_after = len(prompt) - n_before - t * h * w // 4
+    times = (torch.arange(t).view(-1, 1).expand(-1, h * w // 4) * seconds * 2).long().flatten()
+    rows = torch.arange(h // 2).view(1, -1, 1).expand(t, -1, w // 2).flatten()
+    columns = torch.arange(w // 2).view(1, 1, -1).expand(t, h // 2, -1).flatten()
+    before = torch.arange(n_before).expand(3, -1)
+    inside = torch.stack([times, rows, columns]) + n_before
+    return torch.cat([before, inside, torch.arange(n_after).expand(3, -1) + inside.max() + 1], dim=1)
+
+
+@pytest.mark.parametrize(("rule", "whole_seconds"), [("transformers-4.57", True), ("vllm", False)])
+def test_older_rules_of_qwen2_5(rule, whole_seconds):
+    config = stock(QWEN[0]).config
+    assert config.vision_config.tokens_per_second == 2
+    for seconds in (0.4, 1.3, 2.0, 7.77):
+        clip = video(QWEN[0], 6, seconds=seconds)
+        prompt = builder(QWEN[0], rule=rule).build("What is happening?", [clip])
+        assert torch.equal(prompt.positions, old_positions(prompt, config.video_token_id, clip, whole_seconds))
+
+
+@pytest.mark.parametrize(("rule", "outer"), [("transformers-5", True), ("transformers-4.57", False), ("vllm", False)])
+def test_every_patch_of_qwen3_has_its_time_also_with_no_token_left(rule, outer):
+    name, index = QWEN[1], [0, 5, 3 * PER_FRAME + 1]
+    clips = [video(name, 4, index=index), video(name, 1)]
+    prompt = builder(name, rule=rule).build("What is happening?", clips)
+    start, end = ("<|vision_start|>", "<|vision_end|>")
+
+    def frame(seconds, kept):
+        return f"<{seconds} seconds>{start}{'*' * kept}{end}"
+
+    first = frame("0.2", 2) + frame("1.6", 0) + frame("2.9", 0) + frame("4.2", 1)  # 0.25 is shown as 0.2
+    videos = [first, frame("0.2", PER_FRAME)]
+    shown = "".join(f"{start}{v}{end}" if outer else v for v in videos)
+    assert text_of(name, prompt) == f"<|im_start|>user\n{shown}What is happening?<|im_end|>\n<|im_start|>assistant\n"
+    # A patch without tokens still takes its place: positions go on as in the whole video.
+    whole = builder(name, rule=rule).build("What is happening?", [video(name, 4), video(name, 1)])
+    assert torch.equal(prompt.positions[:, -1], whole.positions[:, -1])
+
+
+def sampled(indices, fps):
+    """A video of Qwen3-VL whose frames are these of its source."""
+    return dataclasses.replace(video(QWEN[1], -(-len(indices) // 2)), frame_indices=indices, fps=fps)
+
+
+def test_stock_times_are_those_of_the_stock_processor():
+    draw, stock_times = random.Random(0), builder(QWEN[1], frame_times="stock")
+    cases = [([40], 25.0), ([0, 1, 1, 2, 9], 30000 / 1001), ([0, 7], 16.50943396226415)]
+    cases += [(sorted(draw.choices(range(9000), k=draw.randint(1, 33))), draw.uniform(0.5, 120)) for _ in range(100)]
+    for indices, fps in cases:
+        clip = sampled(indices, fps)
+        prompt = stock_times.build("Why?", [clip])
+        metadata = VideoMetadata(total_num_frames=9000, fps=fps, frames_indices=list(indices))
+        written = stock_video_text(metadata, (clip.n_frames, *GRID))
+        told = f"<|im_start|>user\n<|vision_start|>{written}<|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n"
+        assert stock_times.tokenizer.decode(prompt.input_ids) == told, (indices, fps)
+
+
+@pytest.mark.parametrize(("indices", "fps"), [((), 25.0), ([0, 1], None), ([0, 1, 2], 25.0), ([0, 1], 0.0)])
+def test_a_cache_that_does_not_tell_the_frames_says_what_to_do(indices, fps):
+    clip = dataclasses.replace(video(QWEN[1], 1), frame_indices=indices, fps=fps)
+    with pytest.raises(ValueError, match=r"lacks the indices .*: prune the video again, or use --frame-times"):
+        builder(QWEN[1], frame_times="stock").build("Why?", [clip])
+
+
+@pytest.mark.parametrize(
+    ("positions", "visual", "after"), [("contiguous", [0, 1, 2], 3), ("original", [4, 9, 5 * 196], 5 * 196 + 1)]
+)
+def test_the_newline_stands_behind_the_kept_tokens_or_behind_the_whole_video(positions, visual, after):
+    prompt = builder("tiny", positions).build("Why?", [video("tiny", index=[4, 9])])
+    inside = slice(prompt.prefix_length - 3, prompt.prefix_length)
+    start = int(prompt.positions[0, inside.start - 1]) + 1
+    assert (prompt.positions[0, inside] - start).tolist() == visual
+    assert int(prompt.positions[0, prompt.prefix_length]) - start == after

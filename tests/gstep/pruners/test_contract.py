@@ -11,7 +11,7 @@ import torch
 
 import gstep
 from gstep.methods import QUESTION_METHODS, VIDEO_METHODS
-from tests.gstep.synthetic import FLOATS, assert_same, edge_videos, evidence_for, needs_cuda, prune, video
+from tests.gstep.synthetic import FLOATS, assert_same, defaults, edge_videos, evidence_for, needs_cuda, prune, video
 
 METHODS = list(gstep.PRUNERS)
 NESTED = [name for name in METHODS if gstep.PRUNERS[name].nested]
@@ -27,7 +27,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("cdpruner", {"mode": "per_frame"}),
 ]
 SEEDED = [(name, params) for name, params in CASES if "mu_s" not in params]  # sink scores leave nothing to a draw
-NEEDY = [(name, params) for name, params in CASES if gstep.make_pruner(name, **params).needs]
 RATIOS = [0.1, 0.15, 0.2, 0.25, 0.5, 1.0]
 EDGES = edge_videos()
 
@@ -59,7 +58,8 @@ def assert_contract(pruned: gstep.PrunedTokens, tokens: torch.Tensor, method: st
 
 @pytest.mark.parametrize(("method", "params"), CASES)
 def test_contract(method: str, params: dict[str, Any]) -> None:
-    for edge, dtype in product(EDGES.values(), FLOATS):
+    for number, edge in enumerate(EDGES.values(), CASES.index((method, params))):
+        dtype = FLOATS[number % len(FLOATS)]  # of all methods together each edge in each
         check_contract(method, params, edge.to(dtype).nan_to_num())  # what is huge is infinite in float16
 
 
@@ -76,19 +76,6 @@ def check_contract(method: str, params: dict[str, Any], tokens: torch.Tensor) ->
     assert all(torch.equal(before[name], value) for name, value in {"tokens": tokens, **evidence}.items())
 
 
-@pytest.mark.parametrize(("method", "params"), CASES)
-def test_a_ratio_is_its_budget_and_a_budget_its_share_of_the_tokens(method: str, params: dict[str, Any]) -> None:
-    tokens = video(5, 13, 8)
-    for ratio in (0.001, *RATIOS):
-        kept = 1.0 if method == "none" else ratio
-        pruned = prune(tokens, ratio, method, **params)
-        assert_contract(pruned, tokens, method, max(1, int(kept * 65 + 1e-9)))
-        assert pruned.retention_ratio == kept
-    if method != "none":
-        tokens = video(8, 16, 32)
-        assert_same(prune(tokens, method=method, budget=32, **params), prune(tokens, 0.25, method, **params))
-
-
 @pytest.mark.parametrize(("method", "params"), SEEDED)
 def test_only_what_is_seeded_follows_the_seed(method: str, params: dict[str, Any]) -> None:
     """Of tokens that are all as far from each other, a draw alone can decide."""
@@ -98,7 +85,9 @@ def test_only_what_is_seeded_follows_the_seed(method: str, params: dict[str, Any
 
 
 @pytest.mark.parametrize(("method", "params"), CASES)
-def test_gradients_strides_autocast_and_evidence_of_others_do_not_matter(method: str, params: dict[str, Any]) -> None:
+def test_gradients_strides_settings_of_torch_and_others_evidence_do_not_matter(
+    method: str, params: dict[str, Any]
+) -> None:
     tokens = video(5, 13, 8, seed=1)
     expected = prune(tokens, method=method, **params)
     grown = tokens.clone().requires_grad_()
@@ -109,6 +98,8 @@ def test_gradients_strides_autocast_and_evidence_of_others_do_not_matter(method:
             pruned = prune(same, method=method, **params)
             assert not pruned.tokens.requires_grad
             assert_same(pruned, expected)
+    with defaults(torch.float64, "meta"):  # on which nothing holds values
+        assert_same(prune(tokens, method=method, **params), expected)
     with torch.inference_mode():
         assert_same(prune(tokens.clone(), method=method, **params), expected)
     evidence: dict[str, Any] = {**evidence_for(gstep.make_pruner(method, **params), tokens), "mine": "anything"}
@@ -138,7 +129,7 @@ def test_at_is_pruning_at_that_ratio(method: str) -> None:
                 assert_same(quarter.at(ratio), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["none", "gstep", "visionzip"])
 def test_at_of_the_own_ratio_and_of_impossible_ones(method: str) -> None:
     pruned = prune(video(5, 13, 8), 0.5, method)
     assert_same(pruned.at(pruned.retention_ratio), pruned)
@@ -163,7 +154,7 @@ BAD_TOKENS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["gstep"])
 def test_bad_tokens_ratios_and_budgets(method: str) -> None:
     for bad, got in BAD_TOKENS:
         with pytest.raises(ValueError, match=got):
@@ -179,7 +170,7 @@ def test_bad_tokens_ratios_and_budgets(method: str) -> None:
             prune(tokens, method=method, budget=budget)
 
 
-@pytest.mark.parametrize(("method", "params"), NEEDY)
+@pytest.mark.parametrize(("method", "params"), [("fastvid", {}), ("cdpruner", {}), ("fastv", {})])
 def test_missing_and_bad_evidence_is_named_and_any_float_dtype_is_taken(method: str, params: dict[str, Any]) -> None:
     tokens = video(2, 3, 4)
     evidence = evidence_for(gstep.make_pruner(method, **params), tokens)
@@ -210,10 +201,12 @@ def test_missing_and_bad_evidence_is_named_and_any_float_dtype_is_taken(method: 
 def test_at_most_is_a_bound(method: str, params: dict[str, Any]) -> None:
     """Of one that is exact it is what is kept; none is so wide that it says nothing. EVS keeps a frame at least."""
     pruner = gstep.make_pruner(method, **params)
-    shapes = ((5, 13, 8), (9, 4, 16), (1, 30, 8), (12, 49, 4))
-    for ratio, (seed, shape) in product((0.001, 0.04, *RATIOS), enumerate(shapes)):
+    shapes = ((5, 13, 8), (9, 4, 16), (1, 30, 8))
+    for ratio, (seed, shape) in product((0.001, 0.04, 0.15, 0.5), enumerate(shapes)):
         bound, budget = pruner.at_most(*shape, ratio), pruner.resolve_budget(shape[0] * shape[1], ratio)[0]
-        kept = prune(video(*shape, seed=seed), ratio, method, seed=seed, **params).n_kept
+        pruned = prune(video(*shape, seed=seed), ratio, method, seed=seed, **params)
+        kept = pruned.n_kept
+        assert pruned.retention_ratio == (1.0 if method == "none" else ratio)
         assert kept == bound == budget if pruner.exact else kept <= bound
         least = shape[1] if method == "evs" else 1
         assert 1 <= bound <= max(least, min(shape[0] * shape[1], budget + 2 * shape[0]))

@@ -73,7 +73,6 @@ FROZEN = "@dataclass(frozen=True)\n"
 NAMED, ORDERED, SELECTS = 'name: ClassVar[str] = "n"', "nested: ClassVar[bool] = True", "select = Whole.select"
 BROKEN = {
     "Absent": ("", "AttributeError.*importable on every machine"),
-    "NoClass": ("NoClass = 3", "is not a subclass of gstep.pruners.base.Pruner"),
     "NoPruner": ("class NoPruner: ...", "is not a subclass of gstep.pruners.base.Pruner"),
     "Abstract": (f"{FROZEN}class Abstract(Pruner): {NAMED}; {ORDERED}", "is abstract: it does not define select"),
     "Plain": ("class Plain(Whole):\n    p: int = 3", "is not a dataclass: put @dataclass"),
@@ -83,9 +82,6 @@ BROKEN = {
         "def make():\n    class Made(Whole): ...\n    return dataclass(frozen=True)(Made)\nMade = make()",
         "locals",
     ),
-    "Syntax": ("class :", "SyntaxError.*importable on every machine"),
-    "Import": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-    "Raises": ("1 / 0", "ZeroDivisionError"),
 }
 
 
@@ -130,10 +126,8 @@ THREE = torch.arange(3)
     ("returned", "why"),
     [
         (None, "a Selection; got NoneType"),
-        (THREE, "a Selection; got Tensor"),
         (Selection([0, 1, 2]), r"index as a tensor \[3\]; got list"),  # type: ignore[arg-type]
         (Selection(THREE[None]), r"index as a tensor \[3\]; got \[1, 3\]"),
-        (Selection(THREE[:0]), r"index as a tensor \[3\]; got \[0\]"),
         (Selection(THREE - 1), r"different indices in \[0, 12\)"),
         (Selection(THREE + 10), r"different indices in \[0, 12\)"),
         (Selection(torch.tensor([4, 2, 4])), r"different indices in \[0, 12\)"),

@@ -45,18 +45,6 @@ def directions(*degrees: float) -> torch.Tensor:
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
-def test_visionzip_qwen_by_hand() -> None:
-    """Four of eight: two long ones, and the middle of each side. The second frame is the first one backwards."""
-    tokens = torch.tensor([FRAME, FRAME[::-1]])
-    pruned = gstep.prune(tokens, 0.5, "visionzip", variant="qwen", neighbours=2)
-    assert pruned.index.tolist() == [1, 2, 5, 6, *(8 + place for place in (1, 2, 5, 6))]
-    assert pruned.merged is not None
-    assert pruned.merged.tolist() == [False, True, False, True, True, False, True, False]
-    front, back = mean(UP, MIDDLE, DOWN), mean(BACK_UP, BACK, BACK_DOWN)
-    expected = [[0.0, 9.0], front, [10.0, 0.0], back, back, [10.0, 0.0], front, [0.0, 9.0]]
-    assert torch.allclose(pruned.tokens, torch.tensor(expected))
-
-
 def test_visionzip_qwen_ties_go_to_the_lowest_index() -> None:
     """With all five others as neighbours the six are equally dense: the sum of their directions is zero."""
     pruned = gstep.prune(torch.tensor([FRAME]), 0.5, "visionzip", variant="qwen")
@@ -99,15 +87,6 @@ def test_visionzip_qwen_keeps_the_longest_where_it_keeps_one_and_changes_none_wh
     assert torch.equal(pruned.tokens, tokens.flatten(0, 1)[pruned.index])
     parallel = video(2, 1, 8) * torch.arange(1.0, 10.0)[:, None]  # each is as near to one as to another
     assert torch.equal(gstep.prune(parallel, 1.0, "visionzip", variant="qwen").tokens, parallel.flatten(0, 1))
-
-
-def test_visionzip_qwen_frames_do_not_touch_each_other() -> None:
-    tokens = video(5, 30, 16)
-    whole = gstep.prune(tokens, 0.2, "visionzip", variant="qwen")
-    assert whole.compute_selection_order().tolist() == list(range(len(whole.index)))  # prompts in ascending index
-    alone = [gstep.prune(frame[None], 0.2, "visionzip", variant="qwen") for frame in tokens]
-    assert torch.equal(whole.tokens, torch.cat([pruned.tokens for pruned in alone]))
-    assert whole.index.tolist() == [30 * frame + place for frame in range(5) for place in alone[frame].index.tolist()]
 
 
 def test_visionzip_densest_counts_no_token_as_its_own_neighbour() -> None:

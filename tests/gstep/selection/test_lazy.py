@@ -1,7 +1,6 @@
 """The lazy selection of large inputs against the oracle and the plain form; its bound; and who takes it."""
 
 import sys
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,22 +22,19 @@ from gstep.selection.lazy import (
 from gstep.selection.reference import density_guided_fps
 from tests.gstep.oracle import oracle
 from tests.gstep.selection.videos import KINDS, density, video
-from tests.gstep.synthetic import edge_videos
+from tests.gstep.synthetic import defaults, edge_videos
 from tests.interpreter import run_python
 
 BLOCKS = [1, 5, 64, None]
 
 
-@pytest.mark.parametrize(("ratio", "seed"), [(0.1, 0), (0.25, 1), (1.0, 0)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_keeps_what_the_oracle_in_float64_keeps_and_a_smaller_budget_is_a_prefix(
-    kind: str, ratio: float, seed: int
-) -> None:
-    tokens = video(kind, seed=seed)
+def test_keeps_what_the_oracle_in_float64_keeps_and_a_smaller_budget_is_a_prefix(kind: str) -> None:
+    tokens = video(kind, seed=1)
     rho, tokens_MD = density(tokens), tokens.flatten(0, 1)
-    budget = int(ratio * len(tokens_MD))
+    budget = len(tokens_MD) // 4
     expected, clear = oracle(tokens_MD.double().numpy(), rho.numpy(), budget)
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+    for dtype in (torch.bfloat16, torch.float64):
         for block, dims in ((None, None), (40, 32), (40, 0), (500, 32)):
             ours = lazy_density_guided_fps(tokens_MD.to(dtype), rho, budget, candidates=block, dims=dims).tolist()
             assert set(ours) == set(expected), (dtype, block, dims)
@@ -47,18 +43,6 @@ def test_keeps_what_the_oracle_in_float64_keeps_and_a_smaller_budget_is_a_prefix
     whole = lazy_density_guided_fps(tokens_MD, rho, budget)
     for smaller in (1, 30, budget - 1):
         assert torch.equal(lazy_density_guided_fps(tokens_MD, rho, smaller), whole[:smaller])
-
-
-@pytest.mark.parametrize("dims", [0, 16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_copies_of_a_token_go_to_the_lowest_index(kind: str, dims: int) -> None:
-    frame = video(kind, n_frames=1, per_frame=37, hidden=333)[0]
-    for block, (alpha, copies) in product(BLOCKS, ((1.0, 3), (0.5, 9))):
-        rho = torch.linspace(0.5, 1, len(frame)).double().repeat(copies) if alpha < 1 else torch.zeros(copies * 37)
-        given_tokens = frame.repeat(copies, 1), rho, 2 * len(frame)
-        ours = lazy_density_guided_fps(*given_tokens, alpha=alpha, candidates=block, dims=dims).tolist()
-        assert sorted(ours[: len(frame)]) == list(range(len(frame))), block
-        assert ours[len(frame) :] == sorted(ours[len(frame) :], key=lambda place: (-rho[place], place)), block
 
 
 def test_edge_videos_as_the_readable_form() -> None:
@@ -86,12 +70,10 @@ RANGES = {  # powers of two that rows are multiplied by, from and to: exact, and
 }
 
 
-@pytest.mark.parametrize("dims", [0, 16])
 @pytest.mark.parametrize("name", RANGES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_ranges_of_norms_change_nothing(kind: str, name: str, dims: int) -> None:
+def test_the_ranges_of_norms_change_nothing(name: str) -> None:
     dtype, low, high = RANGES[name]
-    tokens = video(kind, 10, 50, 256).flatten(0, 1)
+    tokens = video("scenes", 10, 50, 256).flatten(0, 1)
     tokens[100], tokens[7:9] = 0, tokens[3]
     exponent = np.random.default_rng(0).integers(low, high + 1, len(tokens))
     exponent[7] = exponent[8] = exponent[3]
@@ -99,9 +81,10 @@ def test_the_ranges_of_norms_change_nothing(kind: str, name: str, dims: int) -> 
     rho = density(tokens[None])
     expected = density_guided_fps(tokens.to(dtype), rho, 125).tolist()
     assert density_guided_fps(spread, rho, 125).tolist() == expected
-    ours = lazy_density_guided_fps(spread, rho, 125, dims=dims).tolist()
-    assert ours == lazy_density_guided_fps(tokens.to(dtype), rho, 125, dims=dims).tolist()
-    assert set(ours) == set(expected)
+    for dims in (0, 16):
+        ours = lazy_density_guided_fps(spread, rho, 125, dims=dims).tolist()
+        assert ours == lazy_density_guided_fps(tokens.to(dtype), rho, 125, dims=dims).tolist()
+        assert set(ours) == set(expected)
 
 
 def test_few_products_where_tokens_are_alike_and_no_bound_where_they_are_not() -> None:
@@ -162,7 +145,8 @@ def test_a_large_video_is_pruned_lazily_and_a_small_one_plainly(monkeypatch: pyt
     for n_frames, hidden, lazily in ((24, 512, True), (2, 32, False)):
         calls.clear()
         tokens = video("low rank", n_frames=n_frames, hidden=hidden)
-        pruned = gstep.prune(tokens, 0.25)
+        with defaults(torch.float64, "meta"):  # on which nothing holds values
+            pruned = gstep.prune(tokens, 0.25)
         assert bool(calls) == lazily
         expected = density_guided_fps(tokens.flatten(0, 1), density(tokens), len(pruned.index))
         assert pruned.index.tolist() == sorted(expected.tolist())

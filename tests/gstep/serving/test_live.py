@@ -1,7 +1,11 @@
-"""Live pruning without vLLM: the counts and choices of gstep.prune, positions of the prompt builders, refusals."""
+"""Live pruning and prompts without vLLM: the choices of gstep.prune, positions and names of videos, refusals."""
 
+import dataclasses
+import gc
 import itertools
 import json
+import weakref
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +31,9 @@ from gstep.serving.live import (
     update_positions,
 )
 from gstep.serving.options import check_live_engine
-from tests.gstep.language.prompts import builder, video
+from gstep.serving.prompts import compute_mrope_positions, make_video_spans
+from tests.gstep.language.prompts import builder, text_of, video
+from tests.gstep.llms import FAMILIES
 
 
 def test_the_methods_are_those_that_no_obstacle_keeps_away():
@@ -55,10 +61,9 @@ def test_other_methods_and_wrong_names_are_refused_for_what_they_are(method, why
     ("source", "words"),
     [
         (ModelSource.resolve("tiny"), "vLLM has no pruning for .*serve the cache"),
-        (ModelSource.resolve("tiny-internvl"), "vLLM has no pruning for .*serve the cache"),
         (SimpleNamespace(name="m", model_type="qwen3_vl", family="generic"), "for qwen3_vl by the family generic"),
     ],
-    ids=["llava", "internvl", "generic"],
+    ids=["llava", "generic"],
 )
 def test_models_that_vllm_does_not_prune_are_refused(source, words):
     with pytest.raises(ModelError, match=words):
@@ -92,12 +97,6 @@ def test_starts_of_recent_prompts_are_known():
     for number, prompt in enumerate(ids):
         starts.store(prompt, [number])
     assert [starts.find(prompt) for prompt in ids] == [None, [1], [2]]
-
-
-def test_rows_without_a_place_are_left_out():
-    positions, columns = torch.arange(6).expand(3, -1), encode_digits(compute_grid_positions(1, 2, 2))
-    for parts, starts, n_computed in (([columns], [], 0), ([columns], [4], 0), ([columns[2:]], [1], 1)):
-        assert torch.equal(update_positions(positions, parts, starts, n_computed), positions)
 
 
 def test_settings_travel_as_json_and_each_has_a_name_of_its_own():
@@ -166,7 +165,6 @@ def test_rows_find_their_places_in_parts_of_any_length():
     ("arguments", "setting"),
     [
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "kv_transfer_config"),
-        ({"kv_transfer_config": "LMCache"}, "kv_transfer_config"),
         ({"ec_transfer_config": {"ec_connector": "ECExampleConnector"}}, "ec_transfer_config"),
         ({"ec_transfer_config": SimpleNamespace(ec_connector="ECMooncakeConnector")}, "ec_transfer_config"),
         ({"kv_offloading_size": 4}, "kv_offloading_size"),
@@ -177,3 +175,85 @@ def test_engines_that_could_mix_up_videos_or_positions_are_refused(arguments, se
     with pytest.raises(ModelError, match=f"^{setting}: "):
         check_live_engine(arguments)
     check_live_engine({"pipeline_parallel_size": 1, "ec_transfer_config": None, "kv_transfer_config": {}})
+
+
+MARKERS = "<|vision_start|> and <|vision_end|>, <0.2 seconds>"
+RULES = ("transformers-5", "transformers-4.57", "vllm")
+
+
+def items_of(name, prompt):
+    return make_video_spans(prompt, builder(name).placeholder_id)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_positions_of_a_prompt_follow_from_those_of_its_videos(name):
+    per_frame = video(name).tokens_per_frame
+    kept = [[per_frame + 1, per_frame + 5], [0, 3, 2 * per_frame]]  # some frames keep nothing, first and last ones too
+    videos = [video(name, index=index) for index in kept]
+    for policy in product(("original", "contiguous"), RULES):
+        prompt = builder(name, *policy).build(f"Why? {MARKERS}", videos)
+        items = items_of(name, prompt)
+        spans = [(item.first, item.positions) for item in reversed(items)]
+        positions, delta = compute_mrope_positions(spans, len(prompt), len(prompt.positions))
+        assert torch.equal(positions, prompt.positions), policy
+        assert delta == int(prompt.positions[0, -1]) + 1 - len(prompt)
+        for item, visual in zip(items, prompt.visuals, strict=True):
+            assert int(item.takes_row.sum()) == len(item.rows) == len(visual.index) + (visual.newline is not None)
+
+
+def test_the_span_of_a_video_holds_the_markers_of_frames_that_keep_nothing():
+    name = "tiny-qwen3-vl"
+    clip = video(name)
+    middle = [clip.tokens_per_frame, clip.tokens_per_frame + 2]
+    prompt = builder(name).build(f"What? {MARKERS}", [video(name, index=middle)])
+    (first, end), tokenizer = prompt.spans[0], builder(name).tokenizer
+    start_id, end_id = (tokenizer.convert_tokens_to_ids(f"<|vision_{which}|>") for which in ("start", "end"))
+    ids = prompt.input_ids.tolist()
+    inside = ids[first:end]
+    assert (inside[0], inside[-1]) == (start_id, end_id)
+    assert inside.count(start_id) == inside.count(end_id) == clip.n_frames
+    # Outside are the template's own pair of markers, and those of the question.
+    assert ids.count(start_id) == clip.n_frames + 2
+    assert "and" in text_of(name, prompt)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_name_is_that_of_rows_and_positions(name):
+    one = video(name, index=[1, 4])
+    (mine,) = items_of(name, builder(name).build("Who?", [one]))
+    (again,) = items_of(name, builder(name).build("Another question, much longer than that", [one]))
+    assert (mine.name, mine.first) == (again.name, again.first)
+    others = [dataclasses.replace(one, tokens=one.tokens + 1)]
+    if one.newline is not None:
+        others.append(dataclasses.replace(one, newline=one.newline + 1))
+    if builder(name).axes > 1:  # else only the rows count
+        others.append(video(name, index=[1, 5]))
+    if one.deepstack:
+        others.append(dataclasses.replace(one, deepstack=(one.deepstack[0] + 2, *one.deepstack[1:])))
+    names = {items_of(name, builder(name).build("Who?", [other]))[0].name for other in others}
+    assert len(names | {mine.name}) == 1 + len(others)
+
+
+def test_other_positions_of_the_same_tokens_have_another_name():
+    one = video("tiny-qwen2-5-vl", index=[1, 40])
+    policies = [("original", "transformers-5"), ("contiguous", "transformers-5"), ("original", "vllm")]
+    names = {items_of("tiny-qwen2-5-vl", builder("tiny-qwen2-5-vl", *p).build("Who?", [one]))[0].name for p in policies}
+    assert len(names) == 3
+
+
+def test_a_prompt_without_a_video_has_text_positions():
+    positions, delta = compute_mrope_positions([], 5)
+    assert positions.tolist() == [[0, 1, 2, 3, 4]] * 3 and delta == 0
+
+
+def test_questions_on_a_video_share_its_rows_and_those_go_with_it():
+    """A thousand questions hold one copy, and hash it once."""
+    one = video("tiny-qwen3-vl", index=[1, 4])
+    first, again = (items_of("tiny-qwen3-vl", builder("tiny-qwen3-vl").build(text, [one]))[0] for text in ("a", "b"))
+    assert first.rows is again.rows
+    plain = video("tiny-qwen2-5-vl", index=[1, 4])
+    assert plain.placeholder_rows is plain.tokens
+    held = weakref.ref(plain)
+    del plain
+    gc.collect()
+    assert held() is None

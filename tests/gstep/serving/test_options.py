@@ -50,12 +50,10 @@ OLD_CPU = {"architecture": "x86_64", "avx512_bw": False, "avx512_vnni": False, "
     ("method", "cpu", "lacks"),
     [
         ("compressed-tensors", {}, "VNNI"),
-        ("compressed-tensors", {"avx512_bw": True}, "VNNI"),
         ("compressed-tensors", {"avx512_bw": True, "avx512_vnni": True}, None),
         ("compressed-tensors", {"avx_vnni": True}, None),
         ("awq", {"avx_vnni": True}, "AVX-512"),
         ("gptq", {}, "AVX-512"),
-        ("awq", {"avx512_bw": True}, None),
         ("awq", {"architecture": "aarch64"}, None),
         ("fp8", {}, None),
     ],
@@ -160,7 +158,6 @@ def test_connectors_that_go_by_a_videos_hash_are_taken(arguments):
     [
         ({"kv_offloading_backend": "lmcache", "kv_offloading_size": 4}, "kv_offloading_backend=lmcache"),
         (transfer("LMCacheConnectorV1"), "kv_transfer_config: LMCacheConnectorV1"),
-        (transfer("NixlConnector"), "kv_transfer_config: NixlConnector"),
         (transfer("OffloadingConnector", kv_connector_module_path="mine"), "OffloadingConnector of mine"),
         (several("OffloadingConnector", "HF3FSKVConnector"), "kv_transfer_config: HF3FSKVConnector"),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="FlexKVConnectorV1")}, "FlexKVConnectorV1"),

@@ -20,8 +20,7 @@ from pipeline.prune.plan import plan_run
 from pipeline.video.sampling import Sampling, choose_frames
 from tests.builders.archives import write_tar
 from tests.builders.clips import write_clip
-from tests.gstep.language.test_weights import LLMS
-from tests.gstep.qwen_configs import PREPROCESSOR
+from tests.gstep.hub_configs import LLMS, PREPROCESSOR
 from tests.paths import ROOT
 
 
