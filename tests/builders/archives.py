@@ -54,6 +54,14 @@ def write_tar(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
+def write_tars(folder: Path) -> Path:
+    """Write three tars of 3, 2 and 1 videos, and return their folder."""
+    folder.mkdir()
+    for number in range(3):
+        write_tar(folder / f"{number}.tar", {f"{part}.mp4": bytes(100) for part in range(3 - number)})
+    return folder
+
+
 def renumbered(header: bytes, change: Callable[[bytearray], object]) -> bytes:
     """Return a header that was changed, with the checksum that it has then."""
     block = bytearray(header[:BLOCK])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -10,9 +12,11 @@ import pyarrow as pa
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.indexes import Indexes
+from pipeline.inputs.tar_and_zip import Tar
 from pipeline.inputs.video_list import VideoList
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore
 
 NOWHERE = Objects()
 
@@ -40,6 +44,31 @@ def rows(
 def ids(table: pa.Table | Iterable[dict[str, Any]]) -> list[str]:
     """Return the ids of rows."""
     return [row["video_id"] for row in (table.to_pylist() if isinstance(table, pa.Table) else table)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def list_for_run(
+    place: Any, folder: Path, column: str | None = None, *, is_limited: bool = False, say: Any = lambda line: None
+) -> VideoList:
+    """Return the list of ``place`` as a run reads it, which keeps indexes in ``folder``."""
+    indexes = Indexes(ArchiveOptions(column), LocalStore(folder / "cache"), keeps=True, say=say)
+    names = place if isinstance(place, list) else [str(place)]
+    return VideoList.read(names, (), NOWHERE, indexes, first="needed", is_limited=is_limited)
+
+
+class CountingTar(Tar):
+    """A tar that counts the members that were read, of all tars."""
+
+    n_read = 0
+
+    def members(self, options: ArchiveOptions) -> Iterator[Any]:
+        for member in super().members(options):
+            CountingTar.n_read += 1
+            yield member
 
 
 def member_of(row: dict[str, Any]) -> Location:

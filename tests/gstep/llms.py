@@ -29,6 +29,7 @@ FAMILIES = (
     "tiny-qwen3-5-moe",
     "tiny-internvl",
 )
+DENSE = tuple(name for name in FAMILIES if not name.endswith("-moe"))
 KINDS = ("tiny", "tiny-qwen3-vl", "tiny-qwen3-5")  # a newline; levels and three axes; a state
 RECURRENT = ("tiny-qwen3-5", "tiny-qwen3-5-moe")  # a token leaves its trace in a state that no mask takes back
 SECONDS = 1.3  # of a temporal patch: no whole number, so that cutting it shows

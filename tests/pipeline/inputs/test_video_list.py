@@ -9,42 +9,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.inputs.video_list import VideoList, get_archive_size
 from pipeline.storage.stores import LocalStore
-from tests.builders.archives import write_tar
-from tests.builders.manifests import NOWHERE, ids
+from tests.builders.archives import write_tar, write_tars
+from tests.builders.manifests import NOWHERE, CountingTar, ids, list_for_run
 from tests.waiting import wait_until
 
 
 @pytest.fixture
 def tars(tmp_path):
-    """Three tars of 3, 2 and 1 videos."""
-    (folder := tmp_path / "tars").mkdir()
-    for number in range(3):
-        write_tar(folder / f"{number}.tar", {f"{part}.mp4": bytes(100) for part in range(3 - number)})
-    return folder
-
-
-def list_for_run(place, tmp_path, column=None, *, is_limited=False, say=lambda line: None):
-    """The list of ``place`` as a run reads it, which keeps indexes in ``tmp_path``."""
-    indexes = Indexes(ArchiveOptions(column), LocalStore(tmp_path / "cache"), keeps=True, say=say)
-    names = place if isinstance(place, list) else [str(place)]
-    return VideoList.read(names, (), NOWHERE, indexes, first="needed", is_limited=is_limited)
-
-
-class Noting(Tar):
-    """A tar that counts the members that were read, of all tars."""
-
-    n_read = 0
-
-    def members(self, options):
-        for member in super().members(options):
-            Noting.n_read += 1
-            yield member
+    return write_tars(tmp_path / "tars")
 
 
 def left(videos):
@@ -174,21 +151,21 @@ def test_what_an_archive_leaves_out_is_counted_once_its_videos_are_listed(tmp_pa
 
 
 def test_with_a_limit_a_large_tar_comes_in_growing_items_and_can_be_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(Noting, "n_read", 0)
-    monkeypatch.setitem(FORMS, ".tar", Noting)
+    monkeypatch.setattr(CountingTar, "n_read", 0)
+    monkeypatch.setitem(FORMS, ".tar", CountingTar)
     path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": bytes(number % 7) for number in range(1200)})
     videos = list_for_run(path, tmp_path, is_limited=True)
-    assert len(videos.known) == 0 and Noting.n_read == 0
+    assert len(videos.known) == 0 and CountingTar.n_read == 0
     first, *_, last = items = [*videos.read_unindexed()]
     assert [len(item.videos) for item in items] == [256, 512, 1024, 1200]
     assert [item.is_whole for item in items] == [False, False, False, True]
     assert last.videos.slice(0, 256).equals(first.videos)
     assert len(list_for_run(path, tmp_path, is_limited=True).known) == 1200  # the index is whole, and was kept
-    Noting.n_read = 0
+    CountingTar.n_read = 0
     archives = list_for_run(path, tmp_path / "other", is_limited=True).read_unindexed()
     assert ids(next(archives).videos)[0] == "a.tar/0000.mp4"
     archives.close()
-    assert Noting.n_read == 257 and not (tmp_path / "other").exists()  # a part of an index is not kept
+    assert CountingTar.n_read == 257 and not (tmp_path / "other").exists()  # a part of an index is not kept
 
 
 def test_with_a_limit_tables_wait_too_and_only_those_that_are_asked_for_are_opened(tmp_path):

@@ -15,9 +15,9 @@ from jobs import prune
 from pipeline.plan.estimate import UTILISATION
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.dry_run import Forecast, make_forecast, render_forecast
+from tests.builders.manifests import write_jsonl
 from tests.builders.runs import printed
 from tests.paths import ROOT
-from tests.pipeline.inputs.test_manifest import write_jsonl
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from pipeline.errors import ManifestError
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.storage.s3 import Objects
 from tests.builders.clips import sample
-from tests.builders.manifests import read_manifest
-from tests.pipeline.inputs.test_manifest import touch, write_jsonl
+from tests.builders.manifests import read_manifest, write_jsonl
 
 NOWHERE = Objects(endpoint_url="http://127.0.0.1:1")
 
@@ -27,7 +26,8 @@ def refused(manifest: Path, *roots: str) -> str:
 
 def test_videos_outside_are_refused_with_a_root_that_allows_them(tmp_path):
     for name in ("data/a b/one.mp4", "data/a b/c/two.mp4"):
-        touch(tmp_path / name)
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
     folder = tmp_path / "lists"
     folder.mkdir()
     (folder / "link.mp4").symlink_to(tmp_path / "data/a b/one.mp4")

@@ -31,8 +31,8 @@ from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
 from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.stores import LocalStore, Store
+from tests.builders.archives import write_tars
 from tests.builders.caches import encoded, random_tokens, write_header
-from tests.pipeline.inputs.test_video_list import write_tars
 from tests.pipeline.prune.test_todo import search
 
 NOTHING = Todo.of(TODO_SCHEMA.empty_table())

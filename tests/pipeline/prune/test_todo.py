@@ -15,9 +15,9 @@ from pipeline.prune.resume import ManifestCounts, select_slice
 from pipeline.prune.todo import Todo, TodoSelection
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from tests.builders.archives import write_tar
+from tests.builders.archives import write_tar, write_tars
 from tests.builders.caches import encoded_failure, write_header, write_shard
-from tests.pipeline.inputs.test_video_list import Noting, ids, list_for_run, write_tars
+from tests.builders.manifests import CountingTar, ids, list_for_run
 
 
 @pytest.fixture
@@ -212,18 +212,18 @@ class Undone(TodoSelection):
 
 
 def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setattr(Noting, "n_read", 0)
-    monkeypatch.setitem(FORMS, ".tar", Noting)
+    monkeypatch.setattr(CountingTar, "n_read", 0)
+    monkeypatch.setitem(FORMS, ".tar", CountingTar)
     path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": bytes(number % 7) for number in range(2000)})
     everything = [f"a.tar/{number:04}.mp4" for number in range(2000)]
     names, todo = take(path, tmp_path, 3)
     assert names == everything[:3]
-    assert Noting.n_read <= 257 and (todo.n_left, todo.n_cut, todo.estimate_count()) == (1, 1, 3)
+    assert CountingTar.n_read <= 257 and (todo.n_left, todo.n_cut, todo.estimate_count()) == (1, 1, 3)
     assert todo.n_waiting == 253 and not (tmp_path / "cache").exists()  # half an index is not kept
-    Noting.n_read = 0
+    CountingTar.n_read = 0
     names, todo = take(path, tmp_path, 3, Undone)
     assert names == everything[1000:1003] and todo.n_left == 1
-    assert Noting.n_read < 2000
+    assert CountingTar.n_read < 2000
 
 
 def test_videos_that_are_all_known_are_one_part(tars, tmp_path):
