@@ -62,6 +62,15 @@ def write_tars(folder: Path) -> Path:
     return folder
 
 
+def write_doubled_tars(folder: Path) -> list[str]:
+    """Write two tars of one name, with an id in common that is neither's only one, and one more; return their paths."""
+    places = [folder / name / "0.tar" for name in "pq"]
+    for place, names in zip(places, ("ab", "ca"), strict=True):
+        place.parent.mkdir()
+        write_tar(place, {f"{name}.mp4": name.encode() for name in names})
+    return [*map(str, places), str(write_tar(folder / "1.tar", {"a.mp4": b"a"}))]
+
+
 def renumbered(header: bytes, change: Callable[[bytearray], object]) -> bytes:
     """Return a header that was changed, with the checksum that it has then."""
     block = bytearray(header[:BLOCK])

@@ -14,7 +14,7 @@ from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.inputs.video_list import VideoList, get_archive_size
 from pipeline.storage.stores import LocalStore
-from tests.builders.archives import write_tar, write_tars
+from tests.builders.archives import write_doubled_tars, write_tar, write_tars
 from tests.builders.manifests import NOWHERE, CountingTar, ids, list_for_run
 from tests.waiting import wait_until
 
@@ -182,17 +182,8 @@ def test_with_a_limit_tables_wait_too_and_only_those_that_are_asked_for_are_open
     assert videos.indexes.n_made == 2 and videos.indexes.rows_per_group == 2
 
 
-def doubled_tars(tmp_path):
-    """Two tars of one name, with an id in common that is neither's only one, and one more."""
-    places = [tmp_path / name / "0.tar" for name in "pq"]
-    for place, names in zip(places, ("ab", "ca"), strict=True):
-        place.parent.mkdir()
-        write_tar(place, {f"{name}.mp4": name.encode() for name in names})
-    return [*map(str, places), str(write_tar(tmp_path / "1.tar", {"a.mp4": b"a"}))]
-
-
 def test_an_id_that_two_tars_give_is_an_error_row_known_first_or_later(tmp_path):
-    places = doubled_tars(tmp_path)
+    places = write_doubled_tars(tmp_path)
     own = f"0.tar/a.mp4@{places[1]}#a.mp4"
     later = list_for_run(places, tmp_path, is_limited=True)
     tables = [later.known, *(item.videos for item in later.read_unindexed())]
@@ -212,7 +203,7 @@ def forget_index(uri, tmp_path):
 
 
 def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
-    p, q, _ = doubled_tars(tmp_path)
+    p, q, _ = write_doubled_tars(tmp_path)
     with pytest.raises(ManifestError, match=r"p/0\.tar: it is named 2 times; name it once"):
         list_for_run([p, q, p], tmp_path, is_limited=True)
     write_tar(tmp_path / "q" / "0.tar", {"b.mp4": b"b", "a.mp4": b"a"})

@@ -22,9 +22,13 @@ from pipeline.prune.batches import (
     unpack_failed,
     unpack_task,
 )
+from pipeline.prune.resources import PRUNING
 from pipeline.prune.write_stage import Writer
 from pipeline.rows import VideoRecord, make_failed_video
+from pipeline.runner.worker_reports import Worker
+from pipeline.storage.stores import LocalStore
 from tests.builders.caches import encoded, encoded_failure, random_tokens, source_record, write_header
+from tests.builders.clusters import heartbeats_here
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), dtype=np.uint8)
 
@@ -128,6 +132,8 @@ def test_failed_records_come_back_without_the_keys_that_were_absent():
     "make",
     [
         lambda row: pack([VideoItem(record()), VideoItem(row, frames=FRAMES)]),
+        lambda row: pack([VideoItem(row, kept())]),
+        lambda row: pack([VideoItem(row)]),
         lambda row: pack_written([record(), row]),
     ],
 )
@@ -152,6 +158,8 @@ def test_videos_become_one_shard_whoever_writes_them_that_can_be_committed_and_r
     assert written.schema.equals(WRITTEN_SCHEMA)
     rows = written.to_pylist()
     assert [(row["video_id"], row["status"]) for row in rows] == [("a", "ok"), ("bad", "failed"), ("b", "ok")]
+    again = Writer(store, "run").write(pack([good[0], failure]), pack([good[1]]))
+    assert again["footer_hash"] == written["footer_hash"]  # the same file
     assert len(store.names("tokens", ".parquet")) == 1 and rows[1]["token_shard"] is None
     commit_rows(
         store, "run", 0, pa.concat_tables([written.slice(0, 1), written.slice(1)]), made_with=read_fingerprint(store)
@@ -163,3 +171,12 @@ def test_videos_become_one_shard_whoever_writes_them_that_can_be_committed_and_r
     for video in good:
         found = cache.get(video.record["video_id"], order="selection")
         assert found.index.tolist() == video.kept.index.tolist()
+
+
+def test_a_disk_that_fails_ends_the_run_with_its_reason(tmp_path, monkeypatch):
+    (tmp_path / "tokens").write_text("in the way")
+    actor, handle = heartbeats_here(monkeypatch, tuple(PRUNING.stages), Worker("w1", "h1", "n1"))
+    video = encoded("a", random_tokens(0), 0.25, "gstep")
+    with pytest.raises(OSError, match=r"exists|directory"):
+        Writer(LocalStore(tmp_path), "run", handle).write(pack([video]))
+    assert actor.read().failure.partition(":")[0] in {"FileExistsError", "NotADirectoryError"}

@@ -24,7 +24,9 @@ from pipeline.prune.batches import pack, unpack_batch
 from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
 from pipeline.prune.warm_up import compile_meanwhile
 from pipeline.rows import make_failed_video
+from pipeline.runner.worker_reports import ProgressDelta, Worker
 from tests.builders.caches import source_record
+from tests.builders.clusters import heartbeats_here
 from tests.gstep.synthetic import needs_cuda
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.uint8)
@@ -103,14 +105,14 @@ def qwen3_row(video_id: str = "v"):
     return pack([VideoItem(record, frames=QWEN_FRAMES)])
 
 
-@pytest.mark.parametrize("method", ["gstep", "none"])
+@pytest.mark.parametrize("method", ["gstep", "random", "topk", "fps", "uniform", "none"])
 def test_deepstack_levels_hold_the_places_of_the_tokens(method):
     source, ratio = ModelSource.resolve("tiny-qwen3-vl"), 1.0 if method == "none" else 0.25
     record, kept = only(Encoder(EncodeSetup(source, method, ratio, seed=3, device="cpu"))(qwen3_row()))
     visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(QWEN_FRAMES)
     places = kept.index.tolist()
     assert len(places) == (45 if method == "none" else 11)  # of 3 x 15, an odd last frame repeated
-    assert (places == sorted(places)) == (method == "none")
+    assert (places == sorted(places)) == (method in {"uniform", "none"})
     for ours, level_TND in zip(kept.deepstack, visual.deepstack, strict=True):
         assert torch.equal(view_as_bfloat16(ours).view(ours.shape), level_TND.bfloat16().flatten(0, 1)[places])
     assert kept.tokens.tolist() == visual.tokens.bfloat16().flatten(0, 1)[places].view(torch.int16).tolist()
@@ -284,6 +286,32 @@ def test_a_bug_in_a_pass_is_an_error_row_of_those_alone_that_have_it_alone():
     records = [record for record, _ in in_order(changed(broken, batch_frames=8)(pack(bundle)))]
     assert [record.get("error_class") for record in records] == [None, None, "internal"]
     assert "ZeroDivisionError" in records[2]["error_message"]
+
+
+def test_videos_that_a_dead_process_had_in_hand_go_one_by_one_and_the_one_that_kills_again_is_refused(monkeypatch):
+    """In a shared pass all of its videos are in hand; the processes after a crash share none."""
+    me, held = Worker("w", "h", "n"), []
+    actor, handle = heartbeats_here(monkeypatch, ("decode", "encode"), me)
+
+    def die(*given) -> None:
+        held.append(actor.read().inside["encode"])
+        raise SystemExit
+
+    def start(at: str) -> Encoder:
+        """A process that dies in a shared pass, and at this video."""
+        process = changed(lambda tower: {"encode_together": die}, handle=handle, batch_frames=8)
+        alone = process.encoder.encode_video_alone
+        one_by_one = lambda record, frames: die() if record["video_id"] == at else alone(record, frames)  # noqa: E731
+        monkeypatch.setattr(process.encoder, "encode_video_alone", one_by_one)
+        return process
+
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            list(start("b")(bundle_of(*"abc")))
+        actor.state("encode", me, [item.split()[0] for item in held[-1]], ProgressDelta())  # its last words
+    assert held == [["a on h", "b on h", "c on h"], ["b on h"]]
+    records = [record for record, _ in in_order(start("b")(bundle_of(*"abc")))]
+    assert [record.get("error_class") for record in records] == [None, "crash", None]
 
 
 pruned: list[tuple[str, list[int], int]] = []

@@ -17,7 +17,8 @@ from pipeline.errors import UsageError, VideoFault
 from pipeline.prune.batches import pack, unpack_batch
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.recipe import parse_evidence
-from pipeline.storage.stores import LocalStore, Store
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore, ObjectStore, Store
 from pipeline.verify.checks import check_token_shard
 from tests.builders.caches import (
     WIDTH,
@@ -31,13 +32,16 @@ from tests.builders.caches import (
     write_header,
     write_shard,
 )
+from tests.builders.stores import S3Server
 from tests.pipeline.cache.test_reader import CountingStore, bits
 
 SHAPE = (8, 49, 256)
 BOTH = ("image_embedding", "token_attention")
 
 
-@pytest.mark.parametrize(("method", "ratio", "asked"), [("none", 1.0, None), ("gstep", 0.25, 0.1)])
+@pytest.mark.parametrize(
+    ("method", "ratio", "asked"), [("none", 1.0, None), ("gstep", 0.25, 0.1), ("uniform", 0.25, None)]
+)
 def test_evidence_comes_back_bit_for_bit_beside_its_tokens(tmp_path, method, ratio, asked):
     tokens, evidence = random_tokens(0, SHAPE), random_evidence(SHAPE)
     evidence_cache(tmp_path, {"u": random_tokens(1, (4, 9, 256)), "v": tokens}, ratio, method)
@@ -77,6 +81,32 @@ def test_who_does_not_ask_reads_no_byte_of_it(tmp_path):
     for ratio, n_groups in ((0.10, 1), (0.15, 2), (0.25, 4)):
         assert read(ratio) == stored(n_groups, *plain)
         assert read(ratio, ("image_embedding",)) == stored(n_groups, *plain, "image_embedding")
+
+
+def test_an_object_store_is_asked_for_nothing_else_either():
+    videos = {f"v{i}": random_tokens(i, (8, 49, 1024)) for i in range(2)}
+    fetched = []
+
+    class Counting(Objects):
+        def read_slice(self, uri, start, end=None):
+            piece = super().read_slice(uri, start, end)
+            fetched.append(len(piece.data))
+            return piece
+
+    with S3Server() as server:
+        stores = {name: ObjectStore(server.uri(name), server.objects()) for name in ("with", "without")}
+        evidence_cache(stores["with"], videos)
+        make_cache(stores["without"], videos)
+        sizes = {}
+        for name, store in stores.items():
+            cache = TokenCache(store.root, store=ObjectStore(store.root, Counting(**store.objects._settings)))
+            cache.get("v0")
+            fetched.clear()
+            video = cache.get("v0")
+            sizes[name] = sum(fetched), len(fetched)
+            assert torch.equal(video.tokens, gstep.prune(videos["v0"], 0.25).tokens)
+        assert sizes["with"] == (sizes["without"][0], 4)  # a request for each row group, evidence lying between them
+        assert sizes["without"][1] == 1
 
 
 def test_what_is_not_there_is_said(tmp_path):
@@ -121,14 +151,15 @@ def evidence_bytes(setup: EncodeSetup) -> int:
     return setup.estimate_video_bytes(2, 384, 384) - plain.estimate_video_bytes(2, 384, 384)
 
 
-def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path):
+@pytest.mark.parametrize(("method", "ratio"), [("none", 1.0), ("gstep", 0.25)])
+def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path, method, ratio):
     asked = {"image_embedding": SINGLE_PATCHES, "token_key": LAST_LAYER, "token_attention": LAST_LAYER}
-    setup = EncodeSetup(source, "gstep", 0.25, device="cpu", evidence=asked)
-    assert evidence_bytes(setup) == 2 * 98 * (64 + 32 + 1)  # numbers of a token's evidence
+    setup = EncodeSetup(source, method, ratio, device="cpu", evidence=asked)
+    assert evidence_bytes(setup) == 2 * round(ratio * 2 * 196) * (64 + 32 + 1)  # numbers of a token's evidence
     store_encoded(tmp_path, setup)
     visual = encode_frames(source, asked)
     video = TokenCache(tmp_path).get("v", evidence=tuple(asked))
-    assert len(video.index) == 98
+    assert len(video.index) == round(ratio * 392)
     for name, values in visual.evidence.items():
         assert torch.equal(video.evidence[name], values.bfloat16().flatten(0, 1)[video.index]), name
     assert torch.equal(video.tokens, visual.tokens.bfloat16().flatten(0, 1)[video.index])
@@ -153,6 +184,8 @@ LLAVA = "llava_onevision"
         (["vidcom"], LLAVA, GSTEP, r"no method \(did you mean vidcom2\?\); known: frame"),
         (["llm_attention"], LLAVA, GSTEP, "'llm_attention' comes from no vision encoder"),
         (["frame_feature"], LLAVA, GSTEP, "describes frames and can only be stored with all tokens, since --pruner gs"),
+        (["fastvid"], LLAVA, GSTEP, "frame_feature describes frames"),
+        (["image_embedding,"], LLAVA, GSTEP, "'' is no evidence and no method"),
         (["token_attention"], LLAVA, GSTEP, r"last_layer \(.*\) or pooling_head \(.*\): name one"),
         (["token_attention=x"], LLAVA, GSTEP, "gives it from last_layer or pooling_head"),
         (["image_embedding"], LLAVA, FASTVID, "--pruner fastvid merges tokens"),
@@ -177,6 +210,7 @@ OF_PATCHES = {
     [
         (["image_embedding", *BOTH_ATTENTIONS], LLAVA, GSTEP, OF_PATCHES),
         (["token_attention"], "qwen3_vl", GSTEP, {"token_attention_merged_queries"}),
+        ([], "qwen3_vl", FASTVID, set()),
         (["gstep,fastvid", "visionzip", "cdpruner,fastv"], LLAVA, NONE, {"frame_feature_pooling_head", *OF_PATCHES}),
         (["gstep,fastvid,cdpruner,fastv,visionzip"], "qwen2_5_vl", NONE, {"token_attention_merged_queries"}),
     ],

@@ -23,6 +23,8 @@ GENERIC = ("tiny-qwen3-vl", "generic")
 QWEN = [("tiny-qwen2-5-vl", None), ("tiny-qwen3-vl", None)]
 FAMILIES = [("tiny", None), ("tiny-internvl", None), *QWEN, GENERIC]
 
+each_family = pytest.mark.parametrize(("model", "family"), FAMILIES, ids=lambda value: value or "own")
+
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory) -> dict[str, Path]:
@@ -41,7 +43,18 @@ def decode(recipe: Recipe, videos: dict[str, Path]) -> dict[str, tuple[VideoReco
         return {name: decode_row_of(decoder, path, name) for name, path in videos.items()}
 
 
-@pytest.mark.parametrize(("model", "family"), [FAMILIES[-2], GENERIC])
+@each_family
+def test_the_default_limits_of_a_family_are_in_the_rows(videos, model, family):
+    rows = {name: row for name, (row, _) in decode(make_recipe(model, family), videos).items()}
+    is_qwen = (model, family) in QWEN
+    counts = {name: (len(row["frame_indices"]), row["frames_by_rate"]) for name, row in rows.items()}
+    if is_qwen:  # at most 768, at least 4
+        assert counts == {"long.mp4": (40, 0), "fits.mp4": (4, 0), "half.mp4": (4, 1)}
+    else:  # at most 32
+        assert counts == {"long.mp4": (32, 40), "fits.mp4": (4, 0), "half.mp4": (1, 0)}
+
+
+@pytest.mark.parametrize(("model", "family"), [FAMILIES[0], FAMILIES[-2], GENERIC])
 def test_a_limit_is_told_of_the_cache_and_of_each_video(videos, model, family, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     recipe = make_recipe(model, family, max_frames=6)
@@ -97,7 +110,9 @@ def test_a_video_whose_rate_varies_is_capped_and_says_that_its_rate_is_an_averag
         (Sampling(8), None),
         (Sampling(None, 1.0, 4), 10),
         (Sampling(None, 1.0, 10), 0),
+        (Sampling(None, 1.0, None), 0),
         (Sampling(None, 0.1, 8, min_frames=4), 1),
+        (Sampling(None, 1.0, 2, min_frames=4), 10),
         (Sampling(None, 1e300, 32), 2**31 - 1),
     ],
 )
@@ -125,6 +140,7 @@ def test_a_dry_run_tells_at_which_lengths_limits_begin_and_which_clips_of_the_li
     [
         ({"num_frames": 1}, "1 frame per video (--num-frames): evenly spread"),
         ({"fps": 1.0, "max_frames": 32}, "1 frame per second (--fps), at most 32 per video (--max-frames)"),
+        ({"fps": 0.5, "max_frames": None}, "0.5 frames per second (--fps)"),
         (make_sampling_identity(Sampling(None, 2.0, 768, min_frames=4)), "2 frames per second (--fps), at most 768"),
         (make_sampling_identity(Sampling(8, rule="round-even")), "8 frames per video (--num-frames): positions are"),
         (make_sampling_identity(Sampling(8, snap_to_keyframes_s=1.0)), "evenly spread; moved to a keyframe within 1 s"),

@@ -155,6 +155,13 @@ def test_units_are_bounded_and_shrink_towards_the_end(workers, bundle, largest):
     assert all(stop - start <= bundle for start, stop in found[-workers:])
 
 
+def test_workers_outnumber_tars():
+    """64 workers on 11 tars of a gigabyte, whose members have a MiB each."""
+    videos = pa.concat_tables([members([2**20] * 1000, f"{tar}.tar") for tar in range(11)])
+    found = cut(videos, 64)
+    assert len(found) >= 4 * 64 and max(stop - start for start, stop in found) <= len(videos) / (4 * 64) + 1
+
+
 def test_rows_of_a_row_group_stay_together_also_where_some_are_done():
     assert cut(rows_of_a_table(0, 100), 2, row_group=40) == [(0, 40), (40, 80), (80, 100)]
     assert cut(rows_of_a_table(30, 100), 2, row_group=40) == [(0, 10), (10, 50), (50, 70)]

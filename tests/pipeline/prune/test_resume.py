@@ -17,6 +17,7 @@ from pipeline.prune.resume import (
     check_redo,
     format_skipped,
     restore_old_ids,
+    select_existing,
     select_remaining,
     select_retries,
 )
@@ -85,8 +86,13 @@ def test_a_member_of_a_zip_keeps_the_id_with_backslashes_that_the_cache_has(fold
     assert todo["video_id"].to_pylist() == ["z.zip/x/new.mp4", "z.zip/plain.mp4"]
 
 
-def test_a_second_pass_has_what_failed_and_may_be_tried_again(folder, live):
-    todo = select_remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True)).todo
+@pytest.fixture
+def todo(folder, live):
+    """The second attempt of b, and the first of c."""
+    return select_remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True)).todo
+
+
+def test_a_second_pass_has_what_failed_and_may_be_tried_again(todo):
     again = select_retries(todo, {"b.mp4": 2, "c.mp4": 1}, 2)
     assert again.schema == TODO_SCHEMA
     assert (again["video_id"].to_pylist(), again["attempts"].to_pylist()) == (["c.mp4"], [2])
@@ -100,6 +106,14 @@ def test_an_id_of_redo_that_only_looks_like_a_stored_id_is_refused_with_the_stor
     for wrong in ("caf\u00e9.mp4", "cafe\u0301.mp4 "):
         with pytest.raises(UsageError, match=r"have no row in .*; did you mean cafe\u0301\.mp4 \(it differs only by"):
             check_redo(pa.array([wrong]), None, ledger, PruneConfig(redo="ids.txt"))
+
+
+def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
+    (folder / "a.mp4").write_bytes(b"1234567")
+    with pytest.raises(SourceChanged, match=r"a\.mp4: the file had 5 bytes, has 7"):
+        left(folder, live)
+    assert left(folder, live, on_changed="skip") == {"c.mp4": 1}
+    assert left(folder, live, on_changed="redo") == {"a.mp4": 2, "c.mp4": 1}
 
 
 @pytest.fixture
@@ -159,15 +173,49 @@ def test_of_a_manifest_s_rows_only_those_that_are_done_are_asked_about(server, s
     assert s3_left(videos, on_changed="skip") == ["e.mp4"]
 
 
+def fail(folder, attempts, **more):
+    """One more failed row of b, with the size that its file has."""
+    path = folder / "b.mp4"
+    size = path.stat().st_size if path.is_file() else None
+    row = bad("b.mp4", path, size=size, attempts=attempts, **more)
+    write_shard(LocalStore(folder / "cache"), f"run{attempts}", row)
+
+
+def retried(folder, videos="", **options):
+    ledger, options = Ledger(LocalStore(folder / "cache")).refresh(), {"max_attempts": 2, **options}
+    return left(folder / videos, ledger, retry_failed=True, **options).get("b.mp4")
+
+
+def test_a_mended_file_gets_its_attempts_anew(folder, live):
+    fail(folder, 2)
+    assert retried(folder) is None
+    (folder / "b.mp4").write_bytes(b"mended")
+    assert retried(folder) == 3
+    fail(folder, 3)
+    assert retried(folder) == 4 and retried(folder, max_attempts=1) is None
+    fail(folder, 4)
+    assert retried(folder) is None and retried(folder, max_attempts=3) == 5
+
+
 def test_a_file_that_was_mended_at_its_old_size_gets_another_attempt(folder, live):
-    path, retry = folder / "b.mp4", {"retry_failed": True, "max_attempts": 2}
-    row = bad("b.mp4", path, attempts=2, source_mark=read_source_state(str(path)).mark)
-    write_shard(LocalStore(folder / "cache"), "later", row)
-    live.refresh()
-    assert left(folder, live, **retry) == {"c.mp4": 1}
+    path = folder / "b.mp4"
+    for attempts in (2, 3):
+        fail(folder, attempts, source_mark=read_source_state(str(path)).mark)
+        assert retried(folder) is None
     path.write_bytes(b"abcde")
     os.utime(path, (1e9, 1e9))
-    assert left(folder, live, **retry) == {"b.mp4": 3, "c.mp4": 1}
+    assert retried(folder) == 4
+
+
+def test_a_file_that_was_missing_is_mended_by_being_there(folder):
+    write_header(folder / "cache")
+    (folder / "m.csv").write_text("video_id,uri\nb.mp4,b.mp4\n")
+    (folder / "b.mp4").unlink()
+    for attempts in (1, 2):
+        fail(folder, attempts)
+    assert retried(folder, "m.csv") is None
+    (folder / "b.mp4").write_bytes(b"there")
+    assert retried(folder, "m.csv") == 3
 
 
 def test_videos_that_could_not_be_read_in_earlier_runs_are_named_with_the_remedy(folder, live):
@@ -184,6 +232,19 @@ def test_videos_that_could_not_be_read_in_earlier_runs_are_named_with_the_remedy
     assert "infrastructure" not in lines(retry_failed=True) + lines(max_attempts=1)
 
 
+def test_what_can_be_tried_again_is_there_now(server, folder):
+    rows = [
+        {"video_id": "a", "uri": str(folder / "a.mp4")},
+        {"video_id": "b", "uri": str(folder / "none.mp4")},
+        {"video_id": "c", "uri": server.upload("c.mp4")},
+        {"video_id": "d", "uri": server.uri("none.mp4")},
+        *({"video_id": name, "uri": f"{server.uri('x.tar')}#{name}.mp4", "source_offset": 512} for name in "ef"),
+    ]
+    server.upload("x.tar")
+    again = select_existing(pa.Table.from_pylist(rows, TODO_SCHEMA), server.objects())
+    assert again["video_id"].to_pylist() == ["a", "c", "e", "f"] and server.counts() == {"HEAD": 3}
+
+
 def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s3_left):
     videos, options = s3_manifest(server), {"retry_failed": True, "max_attempts": 1}
     assert s3_left(videos, retry_failed=True) == ["d.mp4", "e.mp4"]
@@ -194,8 +255,9 @@ def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s
     assert s3_left(videos, **options) == ["d.mp4", "e.mp4"]
 
 
-def test_parts_of_a_manifest_add_up(folder, live):
-    others = [{"video_id": f"x{i}", "uri": f"/x{i}"} for i in range(ROWS_AT_ONCE - 2)]
+@pytest.mark.parametrize("in_the_first_part", [1, 2, 3])
+def test_parts_of_a_manifest_add_up(folder, live, in_the_first_part):
+    others = [{"video_id": f"x{i}", "uri": f"/x{i}"} for i in range(ROWS_AT_ONCE - in_the_first_part)]
     manifest = pa.concat_tables([pa.Table.from_pylist(others, MANIFEST_SCHEMA), read_manifest(str(folder))])
     todo, tally = select_remaining(manifest.combine_chunks(), live, PruneConfig(retry_failed=True))
     rows = todo.select(["video_id", "attempts"]).to_pylist()

@@ -68,9 +68,11 @@ def test_a_number_of_videos_a_shard_wins_over_its_size():
 @pytest.mark.parametrize(
     ("frame_bytes", "store_bytes", "memory", "decoders", "queue"),
     [
+        (32 * 384 * 384 * 3, 5e9, 64e9, 59, 4),  # of one size
         (32 * 1080 * 1920 * 3, 77e9, 256e9, 64, 2),  # of full HD, as they come
         (32 * 1080 * 1920 * 3, 5e9, 256e9, 6, 2),  # as many as the object store holds
         (32 * 1080 * 1920 * 3, 77e9, 32e9, 19, 2),  # as many as the memory holds
+        (2**30, 1e9, 256e9, 1, 2),
     ],
 )
 def test_large_frames_fill_neither_the_object_stores_nor_the_memory(frame_bytes, store_bytes, memory, decoders, queue):
@@ -186,6 +188,13 @@ def test_a_reason_that_all_failures_share_ends_the_run_but_not_its_second_pass(d
     watch.look(failing, Progress())
 
 
+def test_a_limit_of_hours_ends_a_run(done):
+    watch = PruneWatch(done, NOTHING, Mock(), done.record, 2)
+    done.facts = Facts(0.0, max_hours=0.0)
+    with pytest.raises(LimitReached, match="--max-hours 0 is reached"):
+        watch.look(WorkerReport(), Progress())
+
+
 def test_rows_that_are_committed_again_after_an_interrupt_count_once(done):
     """Together with rows of another shard, which was written meanwhile."""
     store = done._table.store
@@ -225,7 +234,8 @@ def test_facts_are_sums_over_rows():
     assert on_cpus.as_record(wall_s=0.0)["encoder_busy"] == 0
 
 
-def test_seconds_are_added_row_by_row_so_that_shards_do_not_change_a_runs_record():
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_seconds_are_added_row_by_row_so_that_shards_do_not_change_a_runs_record(on_gpus):
     """A float sum depends on its order: adding the sums of columns or of shards gives other last digits."""
     draw = random.Random(0)
     rows = [{name: draw.random() for name in ("decode_s", "encode_s", "prune_s", "duration_s")} for _ in range(300)]
@@ -236,10 +246,10 @@ def test_seconds_are_added_row_by_row_so_that_shards_do_not_change_a_runs_record
     for row in rows:
         decode_s += row["decode_s"]
         encode_s += row.get("encode_s", 0.0)
-        encode_s += row["prune_s"]  # of an encoder on CPUs
+        encode_s += 0.0 if on_gpus else row["prune_s"]
         video_s += max(0.0, row.get("duration_s", 0.0) - 0.1) if row["status"] == "ok" else 0.0
     for size in (1, 7, 300):
-        facts = Facts(1.0, clock=Mock(return_value=100.0))
+        facts = Facts(1.0, on_gpus=on_gpus, clock=Mock(return_value=100.0))
         for start in range(0, len(rows), size):
             facts.add(pack_written(rows[start : start + size]))
         record = facts.as_record(wall_s=1.0)

@@ -167,8 +167,15 @@ def test_videos_that_a_limit_gave_other_frames_are_counted_from_their_rows(tmp_p
             **{"lowest_fps": 4 / 600 * 4.0, "longest": "v4", "filled": ["v5", "v3"]},
         }
         lines = shown(summarize_videos(ledger, sampling=sampling))
-        assert "frames 3 videos were capped at 4 frames (lowest rate 0.027 frames per second, of v4)" in lines
-        assert "frames 2 rows of an older version: whether a limit changed the number of frames is not known" in lines
+        for said in (
+            "frames 3 videos were capped at 4 frames (lowest rate 0.027 frames per second, of v4); --max-frames raises",
+            "frames 2 short videos got more frames than --fps 2 gives, since this model takes at least 4 where a video",
+            "frames 2 rows of an older version: whether a limit changed the number of frames is not known",
+        ):
+            assert said in lines, lines
+        part = summarize_videos(ledger, manifest("v2"), sampling=sampling)
+        assert part.frame_limits["longest"] == "v2" and "1 video was capped at 4 frames" in shown(part)
+        assert json.loads(json.dumps(part.as_record()))["frame_limits"]["n_capped"] == 1
         for quiet in (summarize_videos(ledger, manifest("v0", "v1"), sampling=sampling), summarize_videos(ledger)):
             assert "frames" not in shown(quiet)
         assert summarize_videos(ledger, sampling={"num_frames": 4}).frame_limits is None

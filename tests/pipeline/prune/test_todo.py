@@ -4,6 +4,7 @@ import threading
 from datetime import timedelta
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.cache.live import Ledger
@@ -15,7 +16,7 @@ from pipeline.prune.resume import ManifestCounts, select_slice
 from pipeline.prune.todo import Todo, TodoSelection
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from tests.builders.archives import write_tar, write_tars
+from tests.builders.archives import write_doubled_tars, write_tar, write_tars
 from tests.builders.caches import encoded_failure, write_header, write_shard
 from tests.builders.manifests import CountingTar, ids, list_for_run
 
@@ -25,9 +26,9 @@ def tars(tmp_path):
     return write_tars(tmp_path / "tars")
 
 
-def search(place, tmp_path, limit=None, kind=TodoSelection, **options):
+def search(place, tmp_path, limit=None, kind=TodoSelection, column=None, **options):
     """What a run has to do."""
-    videos = list_for_run(place, tmp_path, None, is_limited=limit is not None)
+    videos = list_for_run(place, tmp_path, column, is_limited=limit is not None)
     selection = kind(PruneConfig(limit=limit, **options), videos, Ledger(videos.indexes.store).refresh())
     return Todo(*selection.select(videos.known), selection)
 
@@ -106,7 +107,7 @@ def test_what_ends_the_run_is_told_to_whoever_waits(tars, tmp_path):
             todo.estimate_count()
 
 
-@pytest.mark.parametrize(("limit", "opened", "waiting"), [(1, 1, 2), (3, 1, 0), (9, 3, 0)])
+@pytest.mark.parametrize(("limit", "opened", "waiting"), [(1, 1, 2), (3, 1, 0), (4, 2, 1), (6, 3, 0), (9, 3, 0)])
 def test_a_limit_opens_no_archive_behind_its_last_video(tars, tmp_path, limit, opened, waiting):
     with search(tars, tmp_path, limit) as todo:
         parts = list(todo.parts())
@@ -198,8 +199,8 @@ def test_what_a_cut_archive_leaves_out_is_counted_once_and_names_no_removed_vide
     assert gone not in ids(list_for_run(path, tmp_path).known)
 
 
-def take(place, tmp_path, limit, kind=TodoSelection, **options):
-    with search(place, tmp_path, limit, kind, **options) as todo:
+def take(place, tmp_path, limit, kind=TodoSelection, column=None, **options):
+    with search(place, tmp_path, limit, kind, column, **options) as todo:
         return ids(todo.wait_for_all()), todo
 
 
@@ -220,10 +221,44 @@ def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypat
     assert names == everything[:3]
     assert CountingTar.n_read <= 257 and (todo.n_left, todo.n_cut, todo.estimate_count()) == (1, 1, 3)
     assert todo.n_waiting == 253 and not (tmp_path / "cache").exists()  # half an index is not kept
+    names, todo = take(path, tmp_path, 256)  # as many as are read before the first look
+    assert len(names) == 256 and (todo.n_cut, todo.n_waiting) == (1, 0)
     CountingTar.n_read = 0
     names, todo = take(path, tmp_path, 3, Undone)
     assert names == everything[1000:1003] and todo.n_left == 1
     assert CountingTar.n_read < 2000
+    names, todo = take(path, tmp_path, 2000)
+    assert names == everything and (todo.n_left, todo.n_cut) == (0, 0)
+
+
+def write_table(path, names):
+    pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
+
+
+def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
+    (tmp_path / "tables").mkdir()
+    for number in range(4):
+        write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
+    (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
+    for limit, left in ((1, 3), (3, 3), (4, 2), (9, 1)):
+        names, todo = take(tmp_path / "tables", tmp_path, limit, column="video")
+        assert names == [f"{number}-{part}" for number in range(3) for part in range(3)][:limit]
+        assert (todo.n_left, todo._list.indexes.n_made) == (left, 4 - left) and todo._list.indexes.rows_per_group == 2
+    write_table(tmp_path / "tables/1.parquet", ["1-0", "0-2"])
+    assert len(take(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
+    doubled = take(tmp_path / "tables", tmp_path, 5, column="video")[1].list_todo().to_pylist()[-1]
+    assert doubled["video_id"] == f"0-2@{doubled['uri']}" and "earlier video has the id 0-2" in doubled["fault"]
+
+
+def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_path):
+    places = write_doubled_tars(tmp_path)
+    own = f"0.tar/a.mp4@{places[1]}#a.mp4"
+    expected = ["0.tar/a.mp4", "0.tar/b.mp4", "0.tar/c.mp4", own, "1.tar/a.mp4"]
+    for limit in (2, 3, 4, 5, 9):  # those before it make and keep indexes
+        names, todo = take(places, tmp_path, limit)
+        assert names == expected[:limit]
+        assert [row["video_id"] for row in todo.list_todo().to_pylist() if row["fault"]] == [own][: limit > 3]
+    assert ids(list_for_run(places, tmp_path).known) == expected
 
 
 def test_videos_that_are_all_known_are_one_part(tars, tmp_path):

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,6 @@ from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.watchdog import ClusterChanged, Growth
 from tests.builders.clusters import end_plain
 from tests.builders.runs import environment
-from tests.ports import free_ports
 from tests.waiting import wait_until
 
 # Ray's provider of such nodes knows its head by this name.
@@ -41,37 +42,46 @@ CONFIG = {
 BUSY = Progress(busy={"decode": 0.2, "encode": 0.99}, waiting={"decode": 10_000, "encode": 2, "write": 1})
 
 
+@contextmanager
+def held_port() -> Iterator[int]:
+    """Find a port that the system gives to nobody else in this context; a server may listen at it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        held.bind(("", 0))
+        yield held.getsockname()[1]
+
+
 @pytest.fixture
 def grows(tmp_path: Path):
     """Start a head with an autoscaler, and join it. The usual ports may be those of another head on this machine."""
     end_plain()
-    port, client_port = free_ports(2)
-    address = f"{get_node_ip_address()}:{port}"
-    config = tmp_path / "grows.json"
-    config.write_text(json.dumps({**CONFIG, "provider": {**PROVIDER, "gcs_address": address}}))
-    ray_command = str(Path(sys.executable).with_name("ray"))
-    start = [ray_command, "start", "--head", "--block", "--num-cpus=1", "--num-gpus=1", f"--port={port}"]
-    start += [f"--ray-client-server-port={client_port}", "--dashboard-agent-listen-port=0"]
-    head = subprocess.Popen(
-        [*start, f"--autoscaling-config={config}", "--include-dashboard=false"],
-        env=environment(
-            RAY_FAKE_CLUSTER="1",
-            RAY_enable_autoscaler_v2="0",
-            RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD,
-            AUTOSCALER_UPDATE_INTERVAL_S="1",
-        ),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        wait_until(lambda: answers(head, port), "the head")
-        ray.init(address, logging_level="error", log_to_driver=False)
-        yield
-    finally:
-        ray.shutdown()
-        os.killpg(head.pid, signal.SIGKILL)
-        head.wait()
+    with held_port() as port, held_port() as client_port:
+        address = f"{get_node_ip_address()}:{port}"
+        config = tmp_path / "grows.json"
+        config.write_text(json.dumps({**CONFIG, "provider": {**PROVIDER, "gcs_address": address}}))
+        ray_command = str(Path(sys.executable).with_name("ray"))
+        start = [ray_command, "start", "--head", "--block", "--num-cpus=1", "--num-gpus=1", f"--port={port}"]
+        start += [f"--ray-client-server-port={client_port}", "--dashboard-agent-listen-port=0"]
+        head = subprocess.Popen(
+            [*start, f"--autoscaling-config={config}", "--include-dashboard=false"],
+            env=environment(
+                RAY_FAKE_CLUSTER="1",
+                RAY_enable_autoscaler_v2="0",
+                RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD,
+                AUTOSCALER_UPDATE_INTERVAL_S="1",
+            ),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            wait_until(lambda: answers(head, port), "the head")
+            ray.init(address, logging_level="error", log_to_driver=False)
+            yield
+        finally:
+            ray.shutdown()
+            os.killpg(head.pid, signal.SIGKILL)
+            head.wait()
 
 
 def answers(head: subprocess.Popen[bytes], port: int) -> bool:

@@ -1,9 +1,11 @@
 """Notes of runs: a second run is refused while the first lives, and no run that is gone holds anybody up."""
 
 import json
+import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,9 +40,6 @@ def test_a_second_run_is_refused_by_name_and_the_first_leaves_nothing(store):
         found = find_holder(store)
         assert found is not None and (found["run_id"], found["pid"]) == ("r1", os.getpid())
         refuse(store, match=rf'"pid": {os.getpid()}, "run_id": "r1".*--join allows concurrent runs')
-        if isinstance(store, LocalStore):
-            shift(store.root / "runs" / "r1.running", -1)  # it is alive whatever the clock says
-            refuse(store, match='"run_id": "r1"')
         with Claim(store, "r3", print, join=True):
             assert len(store.names("runs", ".running")) == 2
     assert store.names("runs", ".running") == [] and find_holder(store) is None
@@ -91,6 +90,36 @@ def test_it_shows_signs_of_life(store):
         wait_until(lambda: (find_holder(store) or first)["beat"] > first["beat"] + 1, "beats")
 
 
+def claimed(folder: str) -> None:
+    with Claim(LocalStore(folder), "killed", print, heartbeat_s=BEAT):
+        signal.pause()
+
+
+@pytest.fixture
+def claimant(tmp_path) -> Iterator[multiprocessing.process.BaseProcess]:
+    """A process of this machine that holds a claim on the folder."""
+    process = multiprocessing.get_context("fork").Process(target=claimed, args=(str(tmp_path),))
+    process.start()
+    wait_until(lambda: (find_holder(LocalStore(tmp_path)) or {}).get("checked"), "its note")
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_killed_run_of_this_machine_holds_nobody_up_and_a_living_one_does_whatever_the_clock(claimant, tmp_path):
+    note = tmp_path / "runs" / "killed.running"
+    for days in (0, -1):
+        shift(note, days)
+        refuse(LocalStore(tmp_path), match=f'"pid": {claimant.pid}')
+    assert find_holder(LocalStore(tmp_path)) is not None
+    claimant.kill()
+    claimant.join()
+    said: list[str] = []
+    assert find_holder(LocalStore(tmp_path)) is None
+    with Claim(LocalStore(tmp_path), "r2", said.append):
+        assert said == [] and not note.exists()
+
+
 def shift(note: Path, days: int) -> None:
     """Let a note look as if the clock had jumped since it was written."""
     os.utime(note, (time.time() + 86400 * days,) * 2)
@@ -100,9 +129,9 @@ def test_a_clock_that_jumps_back_lets_nobody_wait_for_a_day(tmp_path):
     note_of(LocalStore(tmp_path))
     shift(tmp_path / "runs" / "r1.running", 1)
     said: list[str] = []
-    with Claim(LocalStore(tmp_path), "r2", said.append, heartbeat_s=BEAT):
+    with Claim(LocalStore(tmp_path), "r2", said.append, heartbeat_s=0.1):
         assert not (tmp_path / "runs" / "r1.running").exists()
-    assert "for a sign of life" in said[0]
+    assert "waiting 1 s for a sign of life" in said[0]
 
 
 def test_a_place_that_takes_nothing_is_refused(tmp_path):

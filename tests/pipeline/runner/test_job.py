@@ -4,25 +4,43 @@ import io
 import logging
 import os
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import ray
 from ray.data import DataContext
 from rich.console import Console
 
-from pipeline.errors import CorruptShard, UsageError
+from pipeline.errors import CorruptShard, IdentityMismatch, RunFailed, UsageError
 from pipeline.options import RunOptions
 from pipeline.runner.job import convert_store_errors, print_options
 from pipeline.runner.python_calls import isolate_run, make_console
 from pipeline.runner.stages import configure_ray_data
+from pipeline.storage.outages import OUTAGES, Outage
 
 
-@pytest.mark.parametrize("error", [UsageError("no"), KeyboardInterrupt(), CorruptShard("torn")])
+def test_an_error_of_a_store_ends_a_run():
+    with pytest.raises(RunFailed, match=r"OSError: .*No space left") as caught, convert_store_errors(lambda line: None):
+        raise OSError(28, "No space left on device")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(
+    "error", [UsageError("no"), IdentityMismatch("other"), RunFailed("bad"), KeyboardInterrupt(), CorruptShard("torn")]
+)
 def test_a_refusal_stays_one_and_so_do_other_errors(error):
     with pytest.raises(type(error)) as caught, convert_store_errors(lambda line: None):
         raise error
     assert caught.value is error
+
+
+def test_a_store_that_does_not_answer_is_announced_inside_the_context():
+    lines: list[str] = []
+    with convert_store_errors(lines.append):
+        OUTAGES.take_reports([Outage("s3://bucket", 5.0, "503")])
+    OUTAGES.take_reports([])
+    (line,) = lines
+    assert "s3://bucket" in line
 
 
 def test_the_options_that_are_not_at_their_defaults_are_printed_without_their_secrets():
@@ -47,15 +65,17 @@ def state() -> dict[str, object]:
     }
 
 
-def test_all_is_as_it_was_after_a_run_that_fails(monkeypatch):
+@pytest.mark.parametrize("error", [None, RuntimeError()])
+def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch, error):
     monkeypatch.setenv("RAY_HELD", "1")
     before = state()
-    with pytest.raises(RuntimeError), isolate_run():
+    with pytest.raises(RuntimeError) if error else nullcontext(), isolate_run():
         configure_ray_data()
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         os.environ.update(RAY_HELD="2", RAY_NEW="3")
         assert state() != before
-        raise RuntimeError
+        if error:
+            raise error
     assert state() == before
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
+from pipeline.generate.run import ANSWERING
 from pipeline.prune.resources import PRUNING
 from pipeline.runner import progress as progress_module
 from pipeline.runner.progress import (
@@ -134,6 +135,20 @@ def test_a_function_is_told_numbers_and_notes():
     assert str(numbers[-1]) == "3/3 videos, 1 failed, 2 decoded, 2 encoded"
 
 
+def test_of_a_run_of_one_stage_its_own_is_told_and_what_the_function_raises_leaves_the_reporter():
+    told: list[Progress] = []
+
+    def stop(progress: Progress) -> None:
+        told.append(progress)
+        if progress.done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), make_reporter(CallbackConsole(stop), 2, 30.0, ANSWERING) as progress:
+        progress.stages(WorkerReport(n_results={"answer": 1}))
+        assert (told[-1].item, dict(told[-1].ahead)) == ("question", {"asked": 1})
+        progress.advance(1, 0)
+
+
 def test_a_notebook_has_one_line_written_over_and_notes_above_it(capsys):
     line, numbers = NotebookLine(), {"item": "video", "total": 2}
     for said in ({"note": "configuration: out=c"}, numbers, {"note": "note: no GPU"}):
@@ -179,9 +194,12 @@ def test_queues_hold_what_the_stage_before_is_through_with():
     ("busy", "limits"),
     [
         ({"decode": 0.97, "encode": 0.41, "write": 0.02}, "decode"),
+        ({"decode": 0.60, "encode": 0.99, "write": 0.02}, "encode"),
         ({"decode": 0.97, "encode": 0.96, "write": 0.02}, "encode"),  # decoders fill what is in front of the encoders
+        ({"decode": 0.95, "encode": 0.95, "write": 0.95}, "write"),
         ({"decode": 0.70, "encode": 0.60, "write": 0.02}, "decode"),
         ({"decode": 0.30, "encode": 0.20, "write": 0.02}, ""),  # they wait for something else
+        ({"answer": 1.0}, ""),
         ({}, ""),
     ],
 )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.errors import UsageError
+from pipeline.errors import FAULTS, UsageError
 from pipeline.runner import run_record
 from pipeline.runner.run_record import (
     NO_ANSWER,
@@ -23,6 +23,7 @@ from pipeline.runner.run_record import (
 )
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
+from tests.builders.runs import printed
 
 
 def read(store: LocalStore) -> dict[str, object]:
@@ -108,7 +109,9 @@ def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, 
     [
         ({}, 0, 0),
         ({"n_missing": 1}, 5, 1),
+        ({"n_ok": 0}, 5, 1),
         ({"n_waiting": 3}, 0, 0),
+        ({"failures": {"corrupt": 2}}, 2, 0),
         ({"failures": {"corrupt": 2, "io": 1}}, 2, 1),
         ({"failures": {"internal": 1}}, 5, 1),
         ({"n_new": 4, "n_new_failed": 3}, 2, 1),  # redone in vain: earlier results are in place
@@ -146,6 +149,14 @@ def test_failures_are_counted_with_their_first_example():
     assert list(failures.items()) == [("corrupt", 2), ("io", 1)]
     assert examples == {"corrupt": ("b", "b is corrupt"), "io": ("a", "a is io")}
     assert count_failures([], "video_id") == ({}, {})
+
+
+def test_the_table_names_the_remedy_and_takes_no_id_for_markup():
+    examples = {"io": ("[red]a[/red].mp4", "gone"), "strange": ("b.mp4", "?")}
+    ended = Outcome(n_ok=1, failures={"io": 2, "strange": 1}, n_missing=0, examples=examples)
+    said = printed(ended.make_failures_table("video", FAULTS), 300)
+    assert "failed videos" in said and "[red]a[/red].mp4: gone" in said and FAULTS["io"].remedy in said
+    assert "b.mp4: ?" in said
 
 
 def test_a_write_is_done_or_says_why_not():

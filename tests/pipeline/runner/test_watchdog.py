@@ -46,6 +46,21 @@ def test_a_wait_ends_while_nothing_comes_and_leaving_ends_the_iterator(monkeypat
     assert not fetcher._thread.is_alive()
 
 
+def test_a_thread_that_ends_by_itself_is_not_interrupted():
+    """An exception behind the thread's own handler would reach the user."""
+
+    class Slow(Fetcher):
+        def _fetch(self):
+            super()._fetch()
+            self._close_event.wait(60)  # until it would be interrupted
+            self.left = [number for number in range(1000) if self.is_at_end]
+
+    with Slow(iter("a")) as fetcher:
+        assert (fetcher.next(60), fetcher.next(60), fetcher.is_at_end) == ("a", None, True)
+        wait_until(lambda: not fetcher._may_interrupt, "the end behind the last item")
+    assert len(fetcher.left) == 1000
+
+
 def test_at_most_one_item_is_fetched_ahead(monkeypatch):
     monkeypatch.setattr(watchdog_module, "_END_S", LONG_S)
     fetched = []
@@ -92,6 +107,7 @@ def test_the_stage_that_does_not_move_is_named_with_the_remedy(monkeypatch, pass
         (plan_resources(4, 0, 64), {"CPU": 3}, True),
         (plan_resources(4, 2, 64), {"CPU": 4, "GPU": 1}, True),
         (plan_resources(4, 0, 64), {"CPU": 4}, False),  # as it was
+        (plan_resources(4, 0, 64), {}, False),  # a new plan would have no room either
         (plan_resources(4, 2, 64), {"CPU": 4}, False),
         (plan_resources(8, 0, 64), {"CPU": 3}, False),  # it never had room, so nothing was lost
     ],
@@ -113,6 +129,7 @@ ENCODING = {"decode": 0.4, "encode": 0.99, "write": 0.01}
     [
         ((4, 0), 1000, 0, (8, 0), DECODING, 240),  # 500 s become 250, and 10 s pass until they are begun
         ((4, 0), 60, 0, (8, 0), DECODING, None),  # 30 s become 15
+        ((4, 0), 1000, 0, (4, 0), DECODING, None),
         ((4, 0), 1000, 0, (2, 0), DECODING, None),
         # The one encoder can take 1.4 times as many, not 1.75.
         ((4, 0), 1000, 0, (7, 0), {"decode": 0.98, "encode": 0.7}, 133),
@@ -120,6 +137,7 @@ ENCODING = {"decode": 0.4, "encode": 0.99, "write": 0.01}
         ((4, 0), 1000, 400, (8, 0), DECODING, None),  # what encoders have not got through would be decoded again
         ((4, 2), 1000, 700, (8, 4), ENCODING, 240),  # decoders have time to do so again: the encoders take longer
         ((4, 0), 1000, 0, None, DECODING, None),
+        ((4, 0), 1000, 0, (8, 0), {}, None),
     ],
 )
 def test_what_is_left_is_planned_anew_where_that_saves_more_than_it_costs(before, left, encoding, now, busy, saved):
@@ -167,6 +185,15 @@ def run_until_stalled(graph, plan, heartbeats, reached) -> str:
     with pytest.raises(RunFailed) as failed:
         rows_of(graph, look, watchdog.every_s, watchdog.record_movement)
     return str(failed.value)
+
+
+@pytest.mark.slow
+def test_a_graph_whose_workers_find_no_gpu_ends(heartbeats, tmp_path):
+    plan = plan_resources(1, 1, 8)
+    graph = graph_of(8, plan, tmp_path, heartbeats=heartbeats)
+    why = run_until_stalled(graph, plan, heartbeats, lambda report: report.n_passed_on.get("decode") == 8)
+    assert "encode takes none of 8 waiting videos; scheduling: the cluster offers 2 CPUs and 0 GPUs" in why
+    assert f"the plan needs {plan.cpus:g} and 1" in why
 
 
 class HangingStore(LocalStore):

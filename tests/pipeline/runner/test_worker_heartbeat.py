@@ -6,7 +6,7 @@ import signal
 import socket
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import ray
@@ -41,6 +41,17 @@ STAGES, HERE = tuple(PRUNING.stages), socket.gethostname()
 
 def worker(name: str, host: str = "h1", node: str = "n1") -> Worker:
     return Worker(name, host, node)
+
+
+def test_a_statement_replaces_the_one_before():
+    heartbeats = Heartbeats(STAGES)
+    heartbeats.state("decode", worker("a", "h1"), ["v1"], ProgressDelta(0, 1))
+    heartbeats.state("decode", worker("a", "h2"), ["v2"], ProgressDelta(0, 1))  # the end of v1 was lost: its actor died
+    heartbeats.state("decode", worker("b", "h1"), ["v3"], ProgressDelta(0, 1))
+    heartbeats.state("decode", worker("b", "h1"), [], ProgressDelta(1, 1))
+    reading = heartbeats.read()
+    assert reading.inside == {"decode": ["v2 on h2"], "encode": [], "write": []}
+    assert (reading.n_passed_on["decode"], reading.n_moves) == (1, 4)
 
 
 def test_crashes_count_by_the_hour_and_not_over_the_run():
@@ -141,6 +152,18 @@ def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(
     assert reading.tallies["decode"]["n1"] == NodeTally(HERE, 3, 1)
 
 
+def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
+    dead = handle_of(Mock(side_effect=ray.exceptions.RayActorError, __name__="state"))
+    for heartbeats in (None, dead):
+        mine = Heartbeat("decode", heartbeats)
+        with mine.hold_items("v1") as held, mine.busy("work"):
+            mine.fail("why")
+            mine.start()
+            assert mine.find_crashes("v1") == []
+            held.release(is_failure=True)
+        mine.wait_while_excluded()
+
+
 def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
     clock = Mock(return_value=0.0)
     heartbeats, bad, good = Heartbeats(STAGES, clock), worker("bad"), worker("good", "h2", "n2")
@@ -167,8 +190,24 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
     (named,) = heartbeats.read().excluded_workers
     assert named.startswith("a decode worker on h1: 8 of its last 8 failed")
     tallies(good, 1, 0)
+    assert heartbeats.is_excluded("decode", bad)
+    clock.return_value += 11
+    assert not heartbeats.is_excluded("decode", bad)  # the others have nothing left to do
+    tallies(good, 1, 0)
     tallies(bad, 2, 0)
     assert not heartbeats.is_excluded("decode", bad)
+
+
+def test_the_outcomes_of_thousands_of_workers_are_not_counted_for_each_of_them():
+    heartbeats, bad = Heartbeats(STAGES, clock := Mock(return_value=0.0)), worker("bad")
+    heartbeats.state("decode", bad, ["an item"], ProgressDelta(n_failed=RECENT))
+    others = [worker(f"w{number}", "h2") for number in range(2000)]
+    for failed in ({"n_ok": RECENT}, {"n_failed": RECENT}):
+        for who in others:
+            heartbeats.state("decode", who, ["an item"], ProgressDelta(**failed))
+        assert heartbeats.is_excluded("decode", bad)  # for the second time by a count that is not a second old
+    clock.return_value += 1
+    assert not heartbeats.is_excluded("decode", bad)  # nobody does better any more
 
 
 def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_noticed_until_none_does():
@@ -198,6 +237,24 @@ def test_files_that_nobody_has_put_nobody_out_of_service_nor_does_what_a_lost_no
     clock.return_value += 11
     heartbeats.state("decode", worker("a"), [], ProgressDelta(n_failed=1))
     assert not heartbeats.is_excluded("decode", worker("a")) and heartbeats.read().failing == ["decode"]
+
+
+def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor, monkeypatch):
+    slept = []
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=Mock(return_value=0.0), sleep=slept.append))
+    is_excluded = Mock(side_effect=[True, False], __name__="is_excluded")
+    mine = Heartbeat("decode", handle_of(actor.state, is_excluded))
+    mine.wait_while_excluded()
+    for is_failure in (True, None):  # None: not tried here
+        with mine.hold_items("v") as held:
+            held.release(is_failure)
+        assert not is_excluded.called
+    mine.wait_while_excluded()
+    assert is_excluded.call_args_list == [call("decode", worker("w1", HERE))] * 2 and len(slept) == 1
+    with mine.hold_items("v") as held:
+        held.release(is_failure=False)
+    mine.wait_while_excluded()
+    assert is_excluded.call_count == 2
 
 
 def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idle(actor, monkeypatch):
@@ -382,6 +439,8 @@ NO_MEMORY = [
 ]
 OTHERS = [
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    RuntimeError("CUDA error: device-side assert triggered"),
     ValueError("a video of another shape"),
     MemoryError("out of memory"),
 ]

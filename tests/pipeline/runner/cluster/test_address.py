@@ -54,7 +54,7 @@ def test_a_cluster_is_joined_where_one_is_named_or_was_started(monkeypatch, left
         assert find_address() == f"ray://{address}"
 
 
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "nowhere.invalid:6379", "[::1]:1"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nowhere.invalid:6379", "[::1]:1"])
 def test_a_cluster_that_does_not_answer_is_told_by_its_address(monkeypatch, left, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(RunFailed, match=r"no Ray cluster answers at .* \(RAY_ADDRESS\): .*or RAY_ADDRESS=local uses"):
@@ -148,40 +148,61 @@ def listen(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-    def join() -> socket.socket:
-        node = SimpleNamespace(gcs_address=f"127.0.0.1:{port}", is_head=lambda: False)
+    def join(*, own: bool) -> socket.socket:
+        node = SimpleNamespace(gcs_address=f"127.0.0.1:{port}", is_head=lambda: own)
         monkeypatch.setattr(ray._private.worker, "_global_node", node)
         return socket.create_server(("127.0.0.1", port))
 
     return join
 
 
-def test_a_lost_head_of_others_is_an_error_before_ray_ends_the_process(monkeypatch, listen):
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
+@pytest.mark.parametrize(
+    ("own", "setting", "patience_s", "n_notes", "says"),
+    [
+        (False, None, 20.0, 1, "does not answer: .* Start a head, and rerun"),
+        (False, "600", 200.0, 1, "does not answer: .* Start a head, and rerun"),
+        (True, None, 4.0, 0, "of Ray on this machine .* has ended, .* Rerun"),
+    ],
+)
+def test_a_lost_head_is_an_error_before_ray_ends_the_process(
+    monkeypatch, listen, own, setting, patience_s, n_notes, says
+):
+    monkeypatch.delenv("RAY_gcs_rpc_server_reconnect_timeout_s", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", setting)
     said, clock = list[str](), Mock(return_value=0.0)
-    server = listen()
+    server = listen(own=own)
     head = Head(said.append, clock)
     for clock.return_value in (0.0, 3.0):
         head.look()
     assert head.answers() and said == []
     server.close()
-    for clock.return_value in (6.0, 205.9):
+    for clock.return_value in (6.0, 6.0 + patience_s - 0.1):
         head.look()
-    assert not head.answers() and len(said) == 1
-    clock.return_value = 206.0
-    with pytest.raises(HeadLost, match=r"does not answer: .* Start a head, and rerun"):
+    assert not head.answers() and len(said) == n_notes
+    clock.return_value = 6.0 + patience_s
+    with pytest.raises(HeadLost, match=says):
         head.look()
 
 
 def test_a_head_that_restarts_in_time_is_noted_and_nothing_ends(listen):
     said, clock = list[str](), Mock(return_value=0.0)
-    server = listen()
+    server = listen(own=False)
     head = Head(said.append, clock)
     server.close()
     clock.return_value = 5.0
     head.look()
-    with listen():
+    with listen(own=False):
         for clock.return_value in (9.0, 60.0):
             head.look()
     assert [line.partition(" at ")[0] for line in said] == ["note: the head of the Ray cluster"] * 2
     assert "The run ends in 20 s unless it restarts" in said[0] and said[1].endswith(" answers again")
+
+
+def test_without_a_cluster_nothing_is_lost(monkeypatch):
+    monkeypatch.setattr(ray._private.worker, "_global_node", None)
+    clock = Mock(return_value=0.0)
+    head = Head(print, clock)
+    clock.return_value = 100.0
+    head.look()
+    assert head.answers()

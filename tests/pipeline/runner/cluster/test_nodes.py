@@ -22,7 +22,9 @@ GIB = 2**30
 LIMITS = [
     ({"cpu_quota_file_name": "50000", "cpu_period_file_name": "100000"}, 0.5),
     ({"cpu_max_file_name": "50000 100000"}, 0.5),
+    ({"cpu_max_file_name": "99999 100000"}, 0.99999),
     ({"cpu_max_file_name": "100000 100000"}, None),
+    ({"cpu_max_file_name": "150000 100000"}, None),
     ({"cpu_max_file_name": "max 100000"}, None),
 ]
 
@@ -85,10 +87,17 @@ def test_a_disk_takes_no_more_than_up_to_rays_limit():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spilling_failed", [False, True])
+def test_a_disk_that_takes_what_the_object_store_holds_is_not_full(spilling_failed):
+    """Full ones end or shrink a run in the tests of jobs."""
+    with ray_here(*PLAIN):
+        assert find_full_disks(spilling_failed=spilling_failed) == DiskSearch({}, {})
+
+
+@pytest.mark.slow
 def test_a_node_that_starts_no_process_is_named_and_its_full_disk_by_what_workers_reported(monkeypatch):
+    monkeypatch.setattr(disks, "_ANSWER_S", 0.0)
     with ray_here(*PLAIN) as (node,):
-        assert find_full_disks() == find_full_disks(spilling_failed=True) == DiskSearch({}, {})
-        monkeypatch.setattr(disks, "_ANSWER_S", 0.0)
         (name,) = [name for name, _, _ in iter_alive_nodes()]
         assert find_full_disks() == DiskSearch({}, {node: name})
         spilled = find_full_disks(reported={node: "/spill, 97% full"})
@@ -104,6 +113,9 @@ def test_a_node_that_starts_no_process_is_named_and_its_full_disk_by_what_worker
         ({}, set()),
         ({"a": (0, 30), "b": (45, 0), "c": (45, 0)}, {"a"}),
         ({"a": (0, 30), "b": (44, 1), "c": (45, 0)}, {"a"}),  # b met a file that nobody has
+        ({"a": (0, 8), "b": (40, 4), "c": (0, 8)}, {"a", "c"}),
+        ({"a": (10, 2), "b": (20, 4)}, set()),  # alike: none does better
+        ({"a": (0, 9)}, set()),
         ({"a": (0, 9), "b": (0, 3)}, set()),
     ],
 )
