@@ -100,20 +100,25 @@ def one_group(n_rows: int) -> dict[str, object]:
 
 
 LONG = "0" * 4_000_000
-BOMBS = {  # rows of the shard, rows that its row says, and other columns
-    "vectors of one dictionary entry": (2_000_000, 2_000_000, {}),
-    "a row group of more rows than the row has": (100, 25, {}),
-    "wider vectors than the row has": (25, 25, {"token": pa.array([bytes(4_000_000)] * 25, pa.binary(4_000_000))}),
-    "texts instead of positions": (25, 25, {"index": pa.array([LONG] * 25)}),
-    "lists instead of ranks": (1, 1, {"rank": pa.array([np.zeros(N_BOMB, np.int64)])}),
-    "positions beyond the video": (1, 1, {"frame": pa.array([MANY], pa.int32())}),
-    "long ids": (25, 25, {"video_id": pa.array([LONG] * 25)}),
+BOMBS: dict[str, tuple[int, int, Callable[[], dict[str, pa.Array]]]] = {  # rows, rows that its row says, other columns
+    "vectors of one dictionary entry": (2_000_000, 2_000_000, dict),
+    "a row group of more rows than the row has": (100, 25, dict),
+    "wider vectors than the row has": (
+        25,
+        25,
+        lambda: {"token": pa.array([bytes(4_000_000)] * 25, pa.binary(4_000_000))},
+    ),
+    "texts instead of positions": (25, 25, lambda: {"index": pa.array([LONG] * 25)}),
+    "lists instead of ranks": (1, 1, lambda: {"rank": pa.array([np.zeros(N_BOMB, np.int64)])}),
+    "positions beyond the video": (1, 1, lambda: {"frame": pa.array([MANY], pa.int32())}),
+    "long ids": (25, 25, lambda: {"video_id": pa.array([LONG] * 25)}),
 }
 
 
-@pytest.mark.parametrize(("n_rows", "n_said", "columns"), BOMBS.values(), ids=BOMBS)
-def test_a_token_shard_that_unpacks_to_more_than_it_can_hold_is_refused(store, n_rows, n_said, columns):
+@pytest.mark.parametrize(("n_rows", "n_said", "make_columns"), BOMBS.values(), ids=BOMBS)
+def test_a_token_shard_that_unpacks_to_more_than_it_can_hold_is_refused(store, n_rows, n_said, make_columns):
     """A shard of 74 kB unpacked to 928 MB."""
+    columns = make_columns()
     put_tokens(store, repeat_tokens(store, n_rows, **columns), **one_group(n_said))
     before = pa.default_memory_pool().max_memory()
     for order in ("index", "selection"):
