@@ -41,6 +41,13 @@ def test_files_of_others_stop_nothing(cache):
     assert (cache / "tokens" / "all.parquet").exists()
 
 
+def test_damage_changes_nothing(cache):
+    (file, *_) = (cache / "videos").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    before = sorted((cache / "videos").iterdir())
+    assert "hash in its name" in said_by(compact, cache, code=1) and sorted((cache / "videos").iterdir()) == before
+
+
 def test_lost_rows_are_said_and_are_no_success(cache):
     say_what_was_committed(LocalStore(cache))
     assert compact.main([str(cache)]) == compact.main([str(cache), "--keep-minutes", "0"]) == 0
