@@ -243,6 +243,23 @@ def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_
     assert cache.video_ids == ["a", "gone"] and len(cache.get("gone").index) == 98
 
 
+def test_a_run_says_what_the_table_has_lost_until_it_is_there_again(one_ray, folder, clip):
+    shutil.copy(clip, folder / "videos/b.mp4")
+    for name in "ab":
+        row = {"video_id": name, "uri": f"videos/{name}.mp4"}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row))
+        pruned(folder, videos=f"{name}.jsonl")
+    (folder / "cache" / sorted(LocalStore(folder / "cache").names("videos", ".parquet"))[-1]).unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        forbid_ray(patch)
+        text = pruned(folder, videos="a.jsonl", code=1)
+    assert "1 committed video without a row in any file of videos/ (b)" in text and "--repair" in text
+    text = pruned(folder, videos="b.jsonl")
+    assert text.count("without a row in any file") == 1  # at the start; the row is there in the end
+    pruned(folder, videos="a.jsonl")
+    assert TokenCache(folder / "cache").video_ids == ["a", "b"]
+
+
 def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, folder, clip, monkeypatch):
     keys = {name: f"planted-{name}" for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")}
     for name, value in {**keys, "ENDPOINT_URL": "http://127.0.0.1:9/planted-path"}.items():

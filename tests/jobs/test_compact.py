@@ -1,17 +1,21 @@
 """jobs.compact, jobs.remove and jobs.merge as commands: what they say, their exit codes, their documents."""
 
 import json
+import shutil
+from datetime import timedelta
 
 import pytest
 
 from jobs import compact, inspect, merge, remove
 from pipeline import TokenCache
+from pipeline.cache.merging import merge_table_files
 from pipeline.errors import RemovedVideo
 from pipeline.storage.stores import LocalStore
 from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 from tests.builders.runs import document_of, said_by
-from tests.pipeline.damage import say_what_was_committed
+from tests.pipeline.damage import say_what_was_committed, stop_at_each_change
 from tests.pipeline.rewrite.test_merge import cache_of
+from tests.pipeline.verifying import assert_tokens, tokens_of
 
 
 @pytest.fixture
@@ -39,6 +43,29 @@ def test_files_of_others_stop_nothing(cache):
     assert "3 videos of 3 token shards are in 1 now" in said_by(compact, cache, "--tokens", "--keep-minutes", "0")
     assert "3 token shards of earlier joins deleted" in said_by(compact, cache, "--tokens", "--keep-minutes", "0")
     assert (cache / "tokens" / "all.parquet").exists()
+
+
+def test_damage_changes_nothing(cache):
+    (file, *_) = (cache / "videos").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    before = sorted((cache / "videos").iterdir())
+    assert "hash in its name" in said_by(compact, cache, code=1) and sorted((cache / "videos").iterdir()) == before
+
+
+def merge_twice(store):
+    """One run merges, the next deletes what was merged."""
+    for _ in range(2):
+        merge_table_files(store, None, everything=True, keep=timedelta(0))
+
+
+def test_a_stop_before_any_change_loses_and_doubles_nothing(cache, tmp_path):
+    """The first change puts the merged file, the others delete the three files whose rows it has."""
+    before = tokens_of(cache)
+    for left in stop_at_each_change(merge_twice, lambda left: shutil.copytree(cache, tmp_path / str(left))):
+        assert_tokens(tmp_path / str(left), before)
+        merge_twice(LocalStore(tmp_path / str(left)))
+        assert_tokens(tmp_path / str(left), before)
+        assert len(list((tmp_path / str(left) / "videos").iterdir())) == 1
 
 
 def test_lost_rows_are_said_and_are_no_success(cache):

@@ -228,6 +228,23 @@ def test_tars_on_s3_give_equal_tokens_for_a_request_each_and_say_what_was_read(
         assert server.counts() == {"HEAD": 2}  # of each name one to find it
 
 
+def test_an_id_in_two_tars_costs_one_video(one_ray, files, tmp_path, monkeypatch):
+    clip, cache = files["carphone_distorted.mp4"], tmp_path / "cache"
+    for place, members in (("p", {"a.mp4": clip, "b.mp4": clip}), ("q", {"a.mp4": files["bikes.mp4"], "c.mp4": clip})):
+        (tmp_path / place).mkdir()
+        write_tar(tmp_path / place / "0.tar", members)
+    argv = [str(tmp_path / "p"), str(tmp_path / "q"), "--out", str(cache), *OPTIONS]
+    assert "3 ok, 1 failed, 0 without a row" in said_by(prune, *argv)
+    opened, first = TokenCache(cache), str(tmp_path / "p" / "0.tar")
+    assert opened.video_ids == [f"0.tar/{name}.mp4" for name in "abc"]
+    assert opened.metadata("0.tar/a.mp4")["source_shard"] == first
+    assert opened.failed == {f"0.tar/a.mp4@{tmp_path}/q/0.tar#a.mp4": "corrupt"}
+    before = sorted(cache.glob("[tsv]*/*"))  # tokens, sources, videos
+    forbid_ray(monkeypatch)
+    assert "4 of 4 videos are in the cache already" in said_by(prune, *argv)
+    assert len(before) >= 4 and before == sorted(cache.glob("[tsv]*/*"))
+
+
 class Gated(Tar):
     """A tar that is the last of a folder, whose index waits for a sign."""
 

@@ -66,6 +66,7 @@ def test_a_node_with_another_version_a_missing_codec_and_a_lying_store_are_wrong
         age = LocalStore.compute_age
         monkeypatch.setattr(LocalStore, "compute_age", lambda store, name: age(store, name) + timedelta(hours=1))
         code, listed, shown = document_of(doctor, argv)
+        _, without, _ = document_of(doctor, [*argv, "--model", str(tmp_path / "no-model")])
     assert code == 1 and not (tmp_path / "cache").exists() and "av 99.0 on " in shown
     assert {"name", "state", "says", "remedy"} == set(listed[0])
     kinds = [(found["name"].split(" (")[0], found["state"]) for found in listed]
@@ -78,5 +79,8 @@ def test_a_node_with_another_version_a_missing_codec_and_a_lying_store_are_wrong
     assert "; Ray spills up to 0%" in says["disk", "wrong"] and ("disk", "ok") in says
     assert "PyAV has no decoder for vp9" in says["codecs", "wrong"]
     assert "a file just put is 36" in says["store", "wrong"]
+    states = {found["name"]: (found["state"], found["says"]) for found in without}
+    assert states["model"][0] == "wrong" and "no-model" in states["model"][1]
+    assert states["settings"] == ("unknown", "not checked: they need a model")
     wrong = [found for found in listed if found["state"] == "wrong"]
     assert len(wrong) == 4 and "av 99.0 on " in says["versions", "wrong"] and all(found["remedy"] for found in wrong)

@@ -208,6 +208,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(data, re
         ("no such folder", "r", ("--benchmark", "videomme", "--data", str(tmp_path / "gone"))),
         ("VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official", "r", (*asked, "--protocol", "mine")),
         ("yours to delete", "r", (*asked, "--cache", str(tmp_path / "c"), "--drop-tokens")),
+        ("prunes inside the language model", "r", (*asked, "--method", "fastv,K=1", *vllm)),
         ("results of other settings", results, (*asked, "--protocol", "official", *LIGHT)),
         ("holds no results", data, asked),
         ("is not a cache, and there are no videos to make one from", "r", ("--benchmark", str(questions))),

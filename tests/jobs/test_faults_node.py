@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,8 +34,8 @@ from pipeline.runner.stages import end_workers
 from pipeline.runner.worker_reports import WorkerReport, run_heartbeats
 from tests.builders.archives import write_tar
 from tests.builders.clusters import growing_ray, hold_cpu, ray_here
-from tests.builders.runs import assert_complete, raylets, run_here, said_by
-from tests.jobs.faults import calls, files, tiny_videos
+from tests.builders.runs import assert_complete, environment, raylets, run_here, said_by
+from tests.jobs.faults import Driver, calls, files, tiny_videos
 from tests.jobs.hostile import let_through
 from tests.waiting import wait_until
 
@@ -172,23 +174,63 @@ FULL = {
 }
 
 
-def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, monkeypatch):
-    """Videos of 29 MB of frames each are decoded faster than they are pruned.
-
-    No decoder finds room on the other node before the first workers have ended: else it might do too many videos.
-    """
-    ids = tiny_videos(tmp_path / "videos", 8)
-    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
+def _prune_large_frames(folder: Path, code: int = 0) -> tuple[list[str], str]:
+    """Run jobs.prune on videos of 29 MB of frames each, which are decoded faster than they are pruned."""
+    ids = tiny_videos(folder / "videos", 8)
+    argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
     argv += ["--pruner", "tests.jobs.poison:Slow", "--decode-workers", "4"]
+    return ids, said_by(prune, *argv, code=code)
+
+
+def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, monkeypatch):
+    """No decoder finds room on the other node before the first workers have ended: else it might do too many videos."""
     nodes = {"num_cpus": 1, "object_store_memory": 2**29}, FULL
     with ray_here(*nodes) as (other, full), ExitStack() as held:
         monkeypatch.setattr(stream, "end_workers", lambda: (end_workers(), held.close()))
         held.enter_context(hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False)))
-        said = said_by(prune, *argv)
+        ids, said = _prune_large_frames(tmp_path)
     assert_complete(tmp_path / "c", ids)
     (note,) = re.findall(r"note: the disk is full on .*?(?=note: the disk|$)", said)
     assert f" {full[:6]} (/" in note and "% full" in note
     assert " on the other nodes. Free space on them, or start these nodes with --temp-dir" in note
+
+
+def stand_still_briefly() -> None:
+    """Let this driver wait seconds instead of a minute for free space on a disk that keeps workers from starting."""
+    execution.SHRUNK_S, execution._FULL_S, watchdog._MAX_LOOK_S = 3.0, 6.0, 1.0
+
+
+def test_a_full_disk_on_which_no_worker_can_start_ends_the_run_with_its_folder(tmp_path):
+    """The disk of Ray's folder fills up once Ray has started, and stays full: no process can write its log."""
+    disk = Path(tempfile.mkdtemp(prefix="disk-", dir="/tmp"))  # a short path, for sockets
+    command = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk]
+    if shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
+        pytest.skip("this user may not mount a disk")
+    try:
+        tiny_videos(tmp_path / "videos", 4)
+        argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--log-interval", "1"]
+        (tmp_path / "log").touch()
+        run = Driver(argv, tmp_path / "log", stand_still_briefly, **{**environment(), "RAY_TMPDIR": str(disk)})
+        run.until(lambda: "Ray at " in run.output, "Ray starts")
+        with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        assert run.wait() == 1, run.output
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+        disk.rmdir()
+    (last,) = [line for line in run.output.splitlines() if " failed: " in line]
+    assert re.search(rf"no video moved for \d+ s; the disk is full on \S+ \w{{6}} \({disk}/\S+, 100% full\)", last)
+    assert "Free space on them, or start these nodes with" in last and last.endswith("then rerun the command")
+    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").glob("*.json")]
+    assert record["status"] == "failed" and "the disk is full on" in record["error"]
+
+
+def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):
+    with ray_here(FULL):
+        _, said = _prune_large_frames(tmp_path, code=1)
+    assert "the disk is full on " in said and "/session_" in said and "then rerun the command" in said
+    assert "and no other node can run all stages. Free space on them, or start " in said
 
 
 OPTIONS = ["--num-frames", "2", "--decoder", "tests.jobs.hostile:MountedElsewhere", "--encode-workers", "1"]

@@ -148,6 +148,19 @@ def test_neither_batches_nor_workers_nor_formats_change_an_answer(first, cache, 
         assert {n: row[key] for n, row in alone.items()} == {n: row[key] for n, row in together.items()}
 
 
+def test_another_seed_draws_other_answers_and_the_greedy_stay(first, cache, tmp_path):
+    # Two greedy questions, two that are drawn, one with choices; as a table has them, every column in each row.
+    rows = [{"temperature": None, "choices": None, **asked()[i]} for i in (0, 1, 8, 9, 12)]
+    questions = write_questions(tmp_path / "q.parquet", [{**row, "video_id": [row["video_id"]]} for row in rows])
+    ask(cache, questions, tmp_path / "o", options=("--seed", "1", "--choices", "loglikelihood"))
+    other, before = rows_of(tmp_path / "o"), rows_of(first[1])
+    assert all(other[name]["answer"] == before[name]["answer"] for name in ("q00", "q01"))
+    assert all(other[name]["answer"] != before[name]["answer"] for name in ("q08", "q09"))
+    text = other["q12"]
+    assert text["answer"] == ["a dog", "a bike", "a house"][text["choice"]]
+    assert min(text["choice_tokens"]) >= 1 and text["choice_normalised"] is not None
+
+
 def answer_until_killed(argv: list[str], log: str, address: str, owner: int) -> None:
     """Run jobs.generate on the Ray of process ``owner``; kill its worker after two commits, itself after twenty."""
     begin_forked(log, {"RAY_ADDRESS": address})

@@ -44,6 +44,8 @@ def folder_model(folder, **text_config) -> ModelSource:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        ("--max-new-tokens 0", "max_new_tokens must be at least 1"),
+        ("--temperature -1", "temperature must be 0"),
         ("--batch-size 0", "--batch-size must be at least 1"),
         ("--order own", "--order own: gstep, "),
         ("--pruner-param K", "NAME=VALUE"),
@@ -79,6 +81,7 @@ def test_options_without_sense(refuse, tmp_path, monkeypatch, options, why):
         (WHOLE, "--engine vllm --positions original", "--positions original needs --engine transformers"),
         (WHOLE, f"--engine vllm --engine-param {shlex.quote(LMCACHE)}", "LMCacheConnectorV1: it is not known to tell"),
         (WHOLE, "--pruner fastv --pruner-param K=1", "needs --retention-ratio"),
+        (WHOLE, "--pruner cdpruner --retention-ratio 0.25", "--pruner none --evidence cdpruner --siglip"),
         (WHOLE, "--pruner visionzip --retention-ratio 0.25", "--pruner none --evidence visionzip"),
         (WHOLE, "--pruner-param K=1", "--pruner-param goes with --pruner"),
         (WHOLE, "--order own", "has no order of its own"),

@@ -24,8 +24,9 @@ MODELS = {"code": CODE, **{name: {"model_type": model_type} for name, model_type
 FILES = {
     "outside.jsonl": '{"video_id": "in", "uri": "a.mp4"}\n{"video_id": "out", "uri": "/etc/hostname"}',
     "surrogate.jsonl": '{"video_id": "\\ud800", "uri": "a.mp4"}',
+    "null.jsonl": '{"video_id": "a", "uri": "a\\u0000.mp4"}',
     "listed.jsonl": '{"video_id": "a", "uri": "a.mp4"}\n',
-    **{"a.mp4": "no video", "notes.txt": "no video", "ids": "a"},
+    **{"a.mp4": "no video", "notes.txt": "no video", "empty.ids": "\n \n", "ids": "a"},
     "code/model.py": "raise SystemExit('the code was run')",
     **{f"{name}/cache.json": f'{{"schema_version": {version}}}' for name, version in (("old", 99), ("bare", 3))},
 }
@@ -70,6 +71,7 @@ REFUSED = {
         ("notes.txt --dry-run", "notes.txt is not a video container; it looks like text; name a video"),
         ("outside.jsonl --dry-run", "1 of 2 videos may not be read, so nothing was started: 1: the path resolves"),
         ("surrogate.jsonl", "video_id is not valid text"),
+        ("null.jsonl", "uri is not valid text"),
         ("videos --pruner magic", "gstep"),
         ("videos --pruner-param gamma=1", "alpha"),
         ("videos --max-pixels 1000", "one size"),
@@ -95,6 +97,10 @@ REFUSED = {
         (
             "videos --model tiny --family mine",
             "the family 'mine' is neither generic nor your own class as module:Class",
+        ),
+        (
+            "videos --model tiny --family json:loads",
+            "the family 'json:loads' is not a subclass of gstep.backbones.ModelFamily",
         ),
         ("videos --model pickled", "safetensors"),
         ("videos --model code", "Code that comes with a checkpoint (auto_map) is never run"),
@@ -127,6 +133,7 @@ REFUSED = {
     ],
     remove: [
         (f"nowhere {REMOVE} ids", "not a pruned-token cache"),
+        (f"cache {REMOVE} empty.ids", "names no video"),
         (f"cache {REMOVE} listed.jsonl", "it takes an id a line"),
         (f"cache {REMOVE} none.ids", "cannot be read"),
         ("cache --reason ' ' --ids ids", "--reason must be a text"),
@@ -137,6 +144,7 @@ REFUSED = {
         ("cache --out videos", "is no cache"),
         ("cache --out ftp://host/place", "cache is a folder"),
         ("cache --out cache", "name two caches"),
+        ("cache cache/ --out ./cache", "name two caches"),
     ],
     inspect: [
         ("cache bike.mp4", "did you mean bikes.mp4?"),

@@ -94,6 +94,7 @@ def test_removed_answers_leave_no_text_and_are_never_asked_again(stored, name):
     said = said_by(inspect, name)
     assert "1 answered, 1 failed, 3 removed" in said and "removed: asked for" in said
     assert "asked for" in said_by(inspect, name, "1")
+    said_by(inspect, name, "--failed")
 
 
 def test_results_are_scored_and_written_again_without_the_removed_questions(stored):
@@ -193,12 +194,13 @@ def test_results_on_s3_and_their_answers_are_removed_from_alike(stored, monkeypa
 ROWS = [{"question_id": name, "video_id": name, "prompt": f"What is in {name}?", "topic": name} for name in "ab"]
 
 
-def test_no_turn_of_a_removed_conversation_is_left(stored):
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_no_turn_of_a_removed_conversation_is_left(stored, form):
     talk = [("user", "Which turn is it?"), ("assistant", "The first of a text."), ("user", "And then?")]
     turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in talk]
     row = {"question_id": "talk", "video_ids": ["a.mp4"], "attempts": 1, "status": "ok", "answer": "x"}
     row |= {"prompt": "And then?", "conversation": json.dumps(turns)}
-    commit_answers(LocalStore("answers"), "run", 0, [row])
+    commit_answers(LocalStore("answers"), "run", 0, [row], form)
     Path("answers/runs/run.json").write_text(json.dumps({"note": "text of one user: Which turn is it?"}))
     assert "Which turn" in all_text(Path("answers"))
     remove_from("answers")
@@ -314,6 +316,10 @@ def test_scores_that_cannot_be_read_end_a_removal_before_anything_is_deleted(sto
         assert "Connection timed out" in remove_from("results", code=1)
     assert contents() == before
     assert "2 questions are left" in remove_from("results")
+    before = pq.read_table("scored/scores.parquet").drop_columns(["status"])
+    pq.write_table(before, "scored/scores.parquet")
+    assert "it has no column status" in remove_from("scored", code=2)
+    assert pq.read_table("scored/scores.parquet").equals(before)
 
 
 def test_results_of_an_evaluation_that_stopped_before_its_answers_are_removed_from(stored):
@@ -337,6 +343,10 @@ def test_unknown_ids_and_those_of_a_copy_in_removed_are_barred_and_a_damaged_fil
     copy = bar.with_name("copy.json")
     copy.write_text(bar.read_text().replace("a.mp", "b.mp4"))
     assert read_removal_reasons(LocalStore("answers")) == {"a.mp": "asked for", "b.mp4": "asked for"}
-    copy.write_text('{"videos": ["a.mp4"]}')
-    with pytest.raises(CorruptShard, match="does not have the hash"):
-        read_removal_reasons(LocalStore("answers"))
+    for path, text in ((copy, "{}"), (copy, '{"videos": ["a.mp4"]}'), (bar, bar.read_text().replace("a.mp", "c.mp4"))):
+        path.write_text(text)
+        with pytest.raises(CorruptShard, match="does not have the hash"):
+            read_removal_reasons(LocalStore("answers"))
+        path.unlink()
+    Path("nothing").mkdir()
+    assert "cache.json" in remove_from("nothing", code=2)

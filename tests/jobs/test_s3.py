@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import threading
 from collections import Counter
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -154,6 +156,7 @@ def test_places_where_no_cache_can_be(server, manifest, monkeypatch, place, told
     assert told in said_by(prune, *argv(manifest, server.uri("taken") if place == "taken" else place), code=2)
 
 
+BIG = 96 * 2**20
 OPTIONS = ["--num-frames", "4", "--max-failed", "2"]
 
 
@@ -161,6 +164,25 @@ OPTIONS = ["--num-frames", "4", "--max-failed", "2"]
 def sources():
     with S3Server() as opened:
         yield opened
+
+
+@contextmanager
+def watched(folder):
+    """Yields a function for the most bytes that were seen below a folder at any one time."""
+    peak, done = [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.05):
+            with suppress(OSError):  # something was removed during this look
+                peak.append(sum(path.lstat().st_size for path in list(folder.rglob("*"))))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: max(peak)
+    finally:
+        done.set()
+        thread.join()
 
 
 def files_with(text, *folders):
@@ -179,20 +201,25 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(sources
     names = [f"sub dir/ü {clip.name}" for clip in clips()]
     for name, clip in zip(names, clips(), strict=True):
         sources.upload(f"all/{name}", clip.read_bytes())
+    padding = BIG.to_bytes(4, "big") + b"free" + bytes(BIG - 8)  # a box of the file format that holds nothing
+    sources.upload("all/big.mp4", clips()[1].read_bytes() + padding)
     sources.upload("all/empty.mp4", b"")
     sources.upload("all/", b"")
-    cache = tmp_path / "cache"
+    temporary, cache = tmp_path / "tmp", tmp_path / "cache"
+    temporary.mkdir()
     argv = [sources.uri("all"), "--out", str(cache), *OPTIONS]
-    done = run("jobs.prune", *argv, **sources.environment(), RAY_ADDRESS=one_ray)
+    with watched(temporary) as peak:
+        done = run("jobs.prune", *argv, **sources.environment(), TMPDIR=str(temporary), RAY_ADDRESS=one_ray)
     assert done.returncode == 0, done.stdout
     opened = TokenCache(cache)
-    assert opened.video_ids == names and opened.failed == {"empty.mp4": "unsupported"}
+    assert opened.video_ids == ["big.mp4", *names] and opened.failed == {"empty.mp4": "unsupported"}
     for name, clip in zip(names, clips(), strict=True):
         row = opened.metadata(name)
         assert (row["uri"], row["backend"]) == (sources.uri(f"all/{name}"), "pyav")
         assert (row["source_size"], row["source_hash"]) == fingerprint_file(clip)
-    videos = ["empty.mp4", *names]
+    videos = ["big.mp4", "empty.mp4", *names]
     assert requested(sources) == [*sorted(("GET", f"/all/{name}") for name in videos), ("LIST", "")]
+    assert peak() < BIG / 8
 
     for secret in (KEY, SECRET, TOKEN, sources.url.partition("//")[2]):
         assert secret not in done.stdout
@@ -201,7 +228,7 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(sources
     forbid_ray(monkeypatch)
     sources.reach(monkeypatch)
     sources.requests.clear()
-    assert "5 of 5 videos are in the cache already" in said_by(prune, *argv)
+    assert "6 of 6 videos are in the cache already" in said_by(prune, *argv)
     assert requested(sources) == [("LIST", "")]
     sources.requests.clear()
     shown = (cache, names[1], "--html", tmp_path / "page.html", "--video-root", sources.uri())

@@ -147,6 +147,15 @@ def test_results_are_resumed_scored_again_and_laid_out(stored):
     assert "3 answered" not in said_by(inspect, "results/answers")
 
 
+def test_of_scores_that_do_not_say_it_the_cut_replies_are_unknown(tmp_path, monkeypatch):
+    """Not 0: the page would say that no reply was cut."""
+    for version, known in zip(VERSIONS, (False, True), strict=True):
+        monkeypatch.chdir(unpack(tmp_path, version))
+        said = said_by(evaluate, "--results", "results", "--out", "laid")
+        assert ("does not say which replies were cut" in said) != known
+        assert (json.loads(Path("laid/tables.json").read_text())[0]["rows"][0]["n_cut"] is not None) == known
+
+
 def without_column(store: LocalStore, kind: str, column: str) -> None:
     """Write a stored file of a kind again without a column, which it may lack, under a name that fits its content."""
     if kind == "scores":

@@ -5,7 +5,7 @@ import signal
 from jobs import testbed
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.shapes import layout
-from tests.builders.runs import said_by
+from tests.builders.runs import run, said_by
 
 
 def make(folder, *options, code=0):
@@ -63,3 +63,11 @@ def test_a_folder_that_cannot_be_made_is_a_failure_in_a_line(tmp_path):
     (tmp_path / "d").write_text("mine")
     assert "failed: " in make(tmp_path / "d" / "e", code=1)
     assert (tmp_path / "d").is_file()
+
+
+def test_two_processes_write_the_same_bytes(tmp_path):
+    make(tmp_path / "here", "--hardness", "mixed")
+    argv = ("make", str(tmp_path / "there"), "--videos", "3", "--hardness", "mixed")
+    done = run("jobs.testbed", *argv, PYTHONHASHSEED="3")
+    assert done.returncode == 0, done.stdout
+    assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "there")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,14 @@ def test_table_3_has_every_method_from_the_video_and_from_a_cache(tmp_path, meas
 def test_the_number_of_questions_from_which_a_cache_pays():
     assert [compute_break_even(*s) for s in ((10, 1, 5), (10, 1, 11), (1e-9, 1, 2), (7, 2, 4))] == [3, 1, 1, 4]
     assert compute_break_even(1, 2, 2) is None and compute_break_even(1, 3, 2) is None
+
+
+def test_the_kv_cache_of_a_7b_is_as_large_as_the_paper_says():
+    config = SimpleNamespace(num_hidden_layers=28, num_key_value_heads=4, hidden_size=3584, num_attention_heads=28)
+    assert compute_kv_bytes(config, 2, 1) == 56 * 1024
+    assert [round(compute_kv_bytes(config, 2, n + 75) / MIB, 1) for n in (6272, 1568, 940)] == [347.1, 89.9, 55.5]
+    fastv = [compute_kv_bytes(config, 2, 6272 + 75, layer=2, dropped=6272 - n) for n in (1568, 940)]
+    assert [round(size / MIB) for size in fastv] == [108, 76]
 
 
 def test_the_formula_gives_the_bytes_of_the_real_kv_cache(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from gstep.selection.reference import density_guided_fps
 from jobs.benchmark import generic
 from jobs.benchmark.decode import FLOOR, IN_CHILD, IN_PROCESS, Clip, decode_needed_frames, make_clip
+from jobs.benchmark.read import make_row
 from jobs.benchmark.selection import count_loop_steps, select_by_loop
 from jobs.benchmark.tokens import INPUTS
 from pipeline.video.containers import sniff
@@ -50,6 +51,13 @@ def test_all_ways_of_reading_are_measured_on_a_real_cache(tmp_path, measure):
     assert ways["S3: boto3, a GET a video"]["requests"] == 5 and ways["get, in order of index"]["requests"] is None
     assert ways["S3: get, in order of index"]["requests"] == 0  # so small that all came with the footer
     assert "get_many" in shown and not list(tmp_path.iterdir())
+
+
+def test_shares_of_reading_are_of_the_same_round_and_of_bytes():
+    plain = {"name": "plain", "n_bytes": 100, "seconds": [1.0, 2.0, 9.0], "cpu_seconds": [1.0] * 3, "requests": None}
+    half = {**plain, "name": "half", "n_bytes": 50, "cpu_seconds": [0.25] * 3, "requests": 7}
+    assert make_row(half, plain) == ("half", "0.00", "50%", "0.00", "200%", "7")
+    assert make_row(plain, None) == ("plain", "0.00", "", "0.00", "", "")
 
 
 def test_every_input_size_and_ratio_is_selected_and_the_same_tokens_are_taken(measure):

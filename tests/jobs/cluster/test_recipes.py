@@ -93,6 +93,13 @@ def test_an_image_lints_and_its_lock_has_what_the_package_asks_for(name):
     assert len(here) > 10 and not wrong, "make the locks again: .ci/image-locks"
 
 
+def test_a_build_gets_the_package_and_no_cache():
+    """As Docker reads the file: the last line that fits a path decides."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rooms = {"gstep", "jobs", "pipeline", "pyproject.toml", "README.md", "LICENSE"}
+    assert "*" in lines and {line[1:] for line in lines if line.startswith("!")} == rooms | {".ci/requirements-*.lock"}
+
+
 def script(path, *lines):
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(["#!/bin/sh", *lines]))

@@ -71,6 +71,14 @@ def test_a_node_that_is_lost_after_it_answered_costs_no_other_nodes_findings(mon
     assert nodes["b"] == HERE and "it does not answer: a is silent" in nodes["a"].says
 
 
+def test_a_container_has_the_cores_and_the_memory_of_its_limit(monkeypatch):
+    """As Ray counts them."""
+    monkeypatch.setattr("ray._private.utils._get_docker_cpus", lambda: 1.0)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2**20))
+    node = measure_node()
+    assert (node.cores, node.memory) == (1, 2**20)
+
+
 @pytest.mark.slow
 def test_work_that_fails_on_a_node_is_a_finding():
     with ray_here({"num_cpus": 2}):
@@ -153,6 +161,7 @@ def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_
         (2.0, 0.1, 96, 8, "slow", "needs 20.0 decode cores a GPU; the cluster has 12.0"),
         (1.0, 0.1, 96, 8, "ok", "needs 10.0"),
         (1.0, 0.1, 2, 0, "unknown", "without a GPU"),
+        (None, 0.1, 2, 1, "unknown", "needs a video"),
     ],
 )
 def test_cores_are_held_against_what_the_encoders_want(decode_s, encode_s, cores, gpus, state, says):

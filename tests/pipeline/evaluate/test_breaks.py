@@ -2,8 +2,11 @@
 
 import json
 import re
+from math import ceil
 from typing import get_args
+from zlib import crc32
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -195,6 +198,84 @@ def test_rules_of_a_user_come_before_the_built_in_ones():
     breaks = breaks_of(shapes=scores, rules=[*rules, *BUILT_IN])
     assert [kind.name for kind in breaks.kinds] == ["sums"]
     assert breaks.notes == ["f, line 3: there are no results of a benchmark 'x'; the benchmarks are shapes."]
+
+
+def random_case(generator, n_questions, per_video, values):
+    """Make scores of questions in parts of a split, of which more are lost at each lower ratio."""
+    splits = [{"task_type": values[int(generator.integers(len(values)))]} for _ in range(n_questions)]
+    full = generator.integers(0, 2, n_questions).astype(float)
+    arms = {("none", 1.0): full.tolist()}
+    for ratio, share in zip(RATIOS, (0.02, 0.08, 0.5), strict=True):
+        arms["gstep", ratio] = np.where(generator.random(n_questions) < share, 0.0, full).tolist()
+    return table_of(arms, clusters=clusters_of(n_questions, per_video), splits=splits)
+
+
+def plain_differences(table, title, parts, by, ratio, draws):
+    """Return the difference of GSTEP at a ratio to full retention and its draws, question by question.
+
+    Args:
+        parts: of the split, whose questions are of the kind.
+        by: whether the parts are averaged first.
+    """
+    rows = table.to_pylist()
+    pruned = {row["question_id"]: row["score"] for row in rows if row["retention_ratio"] == ratio}
+    by_video = {}
+    for row in rows:
+        if row["method"] == "none":
+            (part,) = dict(row["splits"]).values()
+            lost = [(part if by else "", pruned[row["question_id"]] - row["score"])] if part in parts else []
+            by_video.setdefault(row["cluster"], []).extend(lost)
+    videos = sorted(by_video)
+
+    def number(drawn):
+        by_part = {}
+        for part, difference in (one for video in drawn for one in by_video[video]):
+            by_part.setdefault(part, []).append(difference)
+        return sum(sum(of_one) / len(of_one) for of_one in by_part.values()) / len(by_part), set(by_part)
+
+    generator = np.random.default_rng([0, crc32(title.encode())])
+    picks = generator.integers(len(videos), size=(draws, len(videos)))
+    value, present_parts = number(videos)
+    drawn = [number([videos[i] for i in of_one]) for of_one in picks]
+    assert all(present == present_parts for _, present in drawn)
+    return value, [one for one, _ in drawn]
+
+
+def plain_outcome(values, draws, within):
+    """Return the outcome of a ratio by its differences on each task, and its interval."""
+    value = 100 * sum(values) / len(values)
+    means = sorted(100 * sum(of_tasks) / len(of_tasks) for of_tasks in zip(*draws, strict=True))
+    low, high = (means[ceil(share * len(means)) - 1] for share in (0.025, 0.975))
+    if high < -within:
+        return "loses", value, low, high
+    if (high - low) / 2 > within:
+        return "wide", value, low, high
+    return ("passes" if low > -within else "may lose"), value, low, high
+
+
+@pytest.mark.parametrize("within", [1.0, 4.0, 12.0])
+def test_the_rule_is_that_of_a_plain_one(within):
+    """On two benchmarks, one of which averages over tasks before the kind."""
+    draws, generator = 60, np.random.default_rng(3)
+    shapes = random_case(generator, 90, 3, ["count", "color", "shape"])
+    mlvu = random_case(generator, 160, 4, ["count", "ego", "plotQA"])
+    benchmarks = {"shapes": ScoredBenchmark("S", shapes), "mlvu-dev": ScoredBenchmark("M", mlvu, mean_over="task_type")}
+    breaks = find_breaks(benchmarks, BUILT_IN, within=within, draws=draws)
+    assert [kind.name for kind in breaks.kinds] == ["counting", "general"]
+    for verdict in breaks.verdicts:
+        parts = ["count"] if verdict.kind.name == "counting" else ["color", "shape", "ego", "plotQA"]
+        safe, failed = None, False
+        for loss in verdict.losses:
+            of_tasks = [
+                plain_differences(table, title, parts, by, loss.ratio, draws)
+                for table, title, by in ((shapes, "S", False), (mlvu, "M", True))
+            ]
+            outcome, *numbers = plain_outcome(*zip(*of_tasks, strict=True), within)
+            assert (loss.difference, loss.low, loss.high) == pytest.approx(numbers)
+            assert loss.outcome == outcome
+            failed = failed or outcome != "passes"
+            safe = safe if failed else loss.ratio
+        assert verdict.lowest_safe_ratio == safe
 
 
 MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}

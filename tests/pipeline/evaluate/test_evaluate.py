@@ -316,3 +316,12 @@ def test_what_was_typed_in_stays_when_more_is_asked(data, tmp_path):
         form.write_text(typed)
         with pytest.raises(UsageError, match=why):  # before anything is asked
             prepare(config_of(data, tmp_path / "r"), QUIET)
+
+
+def test_subset_and_full_set_never_share_a_place(data, tmp_path):
+    full = config_of(data, tmp_path / "r")
+    subset = replace(full, benchmark="egoschema-subset")
+    commit_replies(prepare(subset, QUIET))
+    assert evaluate(subset, QUIET).table.columns[0].n_questions == 3
+    with pytest.raises(IdentityMismatch, match="benchmark: the results have 'egoschema-subset', this run 'egoschema'"):
+        evaluate(full, QUIET)

@@ -333,6 +333,12 @@ def test_results_of_an_older_version_are_laid_out_and_said_to_lack_the_counts(tm
     assert "videomme does not say which replies were cut or read by chance: run its jobs.evaluate again" in said
 
 
+def test_an_average_over_tasks_needs_the_task_of_every_question(tmp_path, capsys):
+    places = [results(tmp_path, "videomme", ARMS), results(tmp_path, "mvbench", ARMS, metric="task")]
+    text = refused(capsys, tmp_path / "paper", *places)
+    assert "200 questions have no 'task', over which it averages: run its" in text and "MVBench" in text
+
+
 def test_frames_by_time_are_named_and_not_mixed_with_a_number_of_frames(tmp_path, capsys):
     by_time = {"num_frames": None, "frames": {"fps": 2.0, "max_frames": 768}}
     place = results(tmp_path, "videomme", ARMS, **by_time)

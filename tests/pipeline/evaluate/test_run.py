@@ -11,17 +11,19 @@ from gstep.backbones import ModelSource
 from pipeline.cache.header import HEADER, read_header, write_new_header
 from pipeline.cache.merging import merge_table_files
 from pipeline.cache.reader import TokenCache
-from pipeline.errors import CacheLocked, NotAnswers, QuestionsChanged, UsageError
+from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import EvaluateRequest, prepare, read_results_header
 from pipeline.evaluate.run import answer_and_score, drop_tokens, make_answers_config, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
+from pipeline.prune.recipe import resolve_recipe
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.builders.answers import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated
+from tests.pipeline.evaluate.videomme import write_videomme
 
 QUIET = Console(quiet=True)
 CHOICES = ["a dog", "a cat"]
@@ -104,6 +106,22 @@ def test_questions_on_videos_that_nothing_is_cached_of_become_rows_which_are_ask
     assert answer_and_score(asked(GONE, retry_failed=True), QUIET).answers.n_new == 3
     live = AnswersTable(LocalStore(f"{asked(GONE).config.out}/answers")).live()
     assert live["attempts"].to_pylist() == [2, 2, 2] and not ray.is_initialized()
+
+
+def test_a_request_that_is_refused_binds_nothing(tmp_path):
+    """One with other frames than the cache has; the right one must find the place as it was."""
+    data = write_videomme(tmp_path / "d", n_videos=2, faults=False, videos=False)
+
+    def request(num_frames):
+        places = {"data": str(data), "cache": str(tmp_path / "c"), "out": str(tmp_path / "r")}
+        return prepare(EvaluateConfig(benchmark="videomme", num_frames=num_frames, **places), QUIET)
+
+    right = request(4)
+    recipe = resolve_recipe(right.videos, right.objects)
+    tiny_cache(tmp_path / "c", ("x",), ratio=1.0, method="none", identity=recipe.identity("float32"))
+    with pytest.raises(IdentityMismatch, match=r"sampling\.num_frames: the cache has 4, this run 7"):
+        answer_and_score(request(7), QUIET)
+    assert request(4).identity == right.identity
 
 
 def test_dropping_tokens_deletes_what_a_cache_is_made_of_and_nothing_else(asked):
@@ -221,13 +239,15 @@ def test_questions_that_share_a_video_are_drawn_together(answered):
 def test_places_that_cannot_be_compared_are_refused(answered, tmp_path):
     full = answered("full")
     other = answered("other", rows=[ROWS[0], {**ROWS[1], "answer": "B"}], cache="pruned")
-
+    fewer = answered("fewer", "B", rows=ROWS[:1], cache="pruned")
     unsaid = answered("unsaid", rows=[{**row, "answer": None} for row in ROWS], cache="pruned")
-
+    from_1 = answered("from_1", rows=[{**row, "answer": number} for number, row in enumerate(ROWS, 1)])
     free = answered("free", cache="pruned", choices="generate")
     for places, why in (
         ((full, free), f"cannot be compared with {full}:\n  decoding.choices: "),
         ((full, other), f"--score {other} has other questions than {full}; score it separately"),
+        ((full, fewer), f"--score {fewer} has other questions than"),
+        ((from_1,), "seem to be counted from 1, and here 0 is the first"),
         ((full, full), f"--score {full}: none at 1 occurs twice"),
         ((unsaid,), f"--score {unsaid}: no question has an answer to compare with"),
         ((str(tmp_path / "c"),), "no answers (no answers.json)"),

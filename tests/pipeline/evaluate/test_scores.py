@@ -79,6 +79,12 @@ def test_every_question_has_a_row_under_every_arm_in_their_order_and_without_an_
         assert (one["answer"], one["n_options"]) == (1, 3)  # of the question it is known all the same
 
 
+@pytest.mark.parametrize(("rule", "read"), [("extract-mcq-answer", (1, True, 1.0)), ("videomme-0.5", (0, False, 0.0))])
+def test_a_reply_is_read_by_the_rule(rule, read):
+    (one,) = scored([item()], row("Answer: B"), arms={"none@1": ORIGINAL}, rule=rule).to_pylist()
+    assert (one["reply"], (one["parsed"], one["right"], one["score"])) == ("Answer: B", read)
+
+
 @pytest.mark.parametrize(
     ("asked", "reply", "rule", "read"),
     [

@@ -14,6 +14,7 @@ from pipeline.evaluate.statistics import (
     Estimate,
     MethodAtRatio,
     QuestionPartition,
+    average_estimates,
     compute_estimates,
     compute_relative_scores,
     count_videos_needed,
@@ -117,6 +118,12 @@ def test_an_arm_that_was_not_scored_touches_no_other_and_an_empty_split_has_no_n
     assert np.isnan(estimated(scores, video, np.full(180, NO_PART)).value).all()
 
 
+def test_the_mean_of_benchmarks_is_of_their_draws():
+    one, other = (Estimate(np.array(v), np.array([d, d]), n) for v, d, n in (([0.5], [0.4], 30), ([0.7], [0.8], 20)))
+    mean = average_estimates([one, other])
+    assert (mean.value, mean.drawn[0], mean.n_videos) == (pytest.approx([0.6]), pytest.approx([0.6]), 20)
+
+
 @pytest.mark.parametrize(
     ("difference", "n_videos", "needed"),
     [
@@ -129,6 +136,19 @@ def test_an_arm_that_was_not_scored_touches_no_other_and_an_empty_split_has_no_n
 )
 def test_how_many_videos_would_resolve_a_difference(difference, n_videos, needed):
     assert count_videos_needed(Difference(*difference), n_videos) == needed
+
+
+def test_about_so_many_videos_resolve_it():
+    """Of more videos like these, two thirds of the estimate do not, and one and a half times do."""
+    scores = (np.random.default_rng(3).random((2, 40)) < [[0.7], [0.8]]).astype(float)
+
+    def difference(copies):
+        return estimated(np.tile(scores, copies), np.arange(40 * copies), draws=4000).difference(1, 0)
+
+    here = difference(1)
+    assert here.low < 0 < here.value
+    copies = count_videos_needed(here, 40) / 40
+    assert copies > 3 and difference(round(copies / 1.5)).low < 0 < difference(round(copies * 1.5)).low
 
 
 @pytest.mark.parametrize("pruned", [np.ones(60), np.zeros(60)])

@@ -11,7 +11,9 @@ from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.inspect.answers import MAX_SHOWN, Answers, render_answers_report, render_question_report
 from pipeline.inspect.report import (
     count_cache,
+    format_source_frames,
     list_source_facts,
+    list_step_frames,
     render_cache_report,
     render_video_report,
 )
@@ -89,6 +91,14 @@ def test_facts_name_the_clip_and_what_was_repeated(cache):
         "--fps 1 gives 10 frames of this clip, capped at 8"
     )
     assert "limit" not in facts({"fps": 1.0, "max_frames": 8}, frames_by_rate=0)
+
+
+def test_frames_of_a_pair_stand_together_and_the_last_may_be_alone():
+    row = {"frame_indices": [0, 3, 7, 9, 12], "n_frames": 3}
+    assert list_step_frames(row) == [[0, 1], [2, 3], [4]]
+    shown_frames = [format_source_frames(row, frames) for frames in list_step_frames(row)]
+    assert shown_frames == ["frames 0, 3", "frames 7, 9", "frame 12"]
+    assert list_step_frames({"frame_indices": [4, 5], "n_frames": 2}) == [[0], [1]]
 
 
 IDENTITY = {

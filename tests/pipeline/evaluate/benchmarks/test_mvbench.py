@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.errors import UsageError
+from pipeline.errors import QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import make_clip_id
-from pipeline.evaluate.evaluate import describe_data
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.evaluate import describe_data, evaluate
+from pipeline.evaluate.request import prepare
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.builders.clips import KeepSize, numbers
-from tests.pipeline.evaluate.layouts import by_id
-from tests.pipeline.evaluate.mvbench import FRAMES, write_main
+from tests.pipeline.evaluate.layouts import by_id, commit_replies
+from tests.pipeline.evaluate.mvbench import FRAMES, write_main, write_revision_video
 
 MVBENCH, QUIET = BENCHMARKS["mvbench"], Console(quiet=True)
 STAR, TVQA = "video/star/Charades_v1_480/-B1CD.mp4", f"video/tvqa/frames_fps3_hq/{FRAMES}"
@@ -74,6 +76,16 @@ def test_a_clip_has_the_published_frames_of_its_file_or_of_its_folder(loaded, da
     assert items["action_sequence-0"].make_manifest_rows(Path("/d")) == [
         {"video_id": f"{STAR}#t=1.5,9", "uri": f"/d/{STAR}", "start_s": 1.5, "end_s": 9.0}
     ]
+
+
+def test_results_of_both_layouts_never_share_a_place(data, tmp_path):
+    """The questions have the same ids, and are about other videos."""
+    given = {"benchmark": "mvbench", "out": str(tmp_path / "r"), "method": ["none"], "draws": 100}
+    commit_replies(prepare(EvaluateConfig(data=str(data), **given), QUIET))
+    write_revision_video(tmp_path / "v")
+    with pytest.raises(QuestionsChanged, match="have changed"):
+        evaluate(EvaluateConfig(data=str(tmp_path / "v"), **given), QUIET)
+    assert evaluate(EvaluateConfig(data=str(data), **given), QUIET).table.original.tally.n_failed == 0
 
 
 def test_tasks_without_a_question_are_said(loaded):

@@ -239,11 +239,18 @@ def test_a_row_of_longvideobench_says_its_video_by_its_path_and_has_the_options_
     assert candidates == ["a", "N/A", "c"]  # else the answer would be another one
 
 
-def test_a_file_whose_answers_have_another_form_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (lambda index: "ABCDE"[index % 5], "answers of 7 of 7 questions are none of their options"),
+        (lambda index: -1, r"none of the 11 questions can be asked .*no-answer"),  # as in the file of the test set
+    ],
+)
+def test_a_file_whose_answers_have_another_form_is_refused(tmp_path, answer, why):
     file = longvideobench.write_longvideobench(tmp_path, json=True) / "lvb_val.json"
-    rows = [one | {"correct_choice": "ABCDE"[one["correct_choice"] % 5]} for one in json.loads(file.read_text())]
+    rows = [one | {"correct_choice": answer(one["correct_choice"])} for one in json.loads(file.read_text())]
     file.write_text(json.dumps(rows))
-    with pytest.raises(UsageError, match="answers of 7 of 7 questions are none of their options"):
+    with pytest.raises(UsageError, match=why):
         BENCHMARKS["longvideobench"].load(tmp_path)
 
 

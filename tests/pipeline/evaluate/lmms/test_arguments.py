@@ -34,6 +34,7 @@ def test_options_are_those_of_jobs_generate():
         ({}, {"type": "qwen3_vl"}, "You are a helpful assistant.", "stock"),
         ({"system": "", "frame_times": "true"}, {"type": "qwen3_vl"}, None, "true"),
         ({}, {"type": "qwen3_vl", "family": "generic"}, "You are a helpful assistant.", "true"),
+        ({"system": "Be brief."}, HELD["model"], "Be brief.", "true"),
         ({}, {"type": "qwen2_5_vl"}, None, "true"),
     ],
 )

@@ -8,7 +8,7 @@ from statistics import fmean, median
 import numpy as np
 import pytest
 
-from pipeline.evaluate.tasks.numbers import MAX_PARTS, find_explanation
+from pipeline.evaluate.tasks.numbers import MAX_PARTS, as_number, find_explanation
 
 N_RESULTS = 5  # of each document: those of two methods, and of three replies that are only tried
 
@@ -122,6 +122,23 @@ def test_the_weights_of_parts_are_found_and_other_documents_do_not_count(parts, 
     found = explained(results, lambda of_all: shown(rule(of_all)), fields)
     assert found.mean_over == "task" and found.weights == pytest.approx(weights, abs=1e-12)
     assert found.counted == [part in weights for part in parts]
+
+
+def test_a_number_about_one_part_whose_rule_gives_the_others_nothing():
+    """As of tasks that count right answers and documents of each kind, whatever kind a document is of."""
+    parts = "pmqmqm"
+    results = [
+        [{"score": value if part == "m" else 0, "total": int(part == "m")} for value in row]
+        for row, part in zip(draw(6), parts, strict=True)
+    ]
+
+    def share(of_all):
+        n = sum(one["total"] for one in of_all)
+        return round(100 * sum(one["score"] for one in of_all) / n, 2) if n else 0.0
+
+    found = explained(results, share, [{"type": part} for part in parts])
+    assert (found.mean_over, found.weights, found.percent) == ("type", {"m": 1.0}, True)
+    assert found.counted == [part == "m" for part in parts]
 
 
 def test_parts_in_which_no_reply_scores_count_only_if_all_parts_weigh_the_same():
@@ -261,3 +278,9 @@ def test_a_rule_that_changes_the_results_changes_nothing(extra):
 
     found = explained(results, aggregate)
     assert found.values == numbers and all(one["more"] == [1, 2] and "score" in one for row in results for one in row)
+
+
+def test_what_is_a_number():
+    assert [as_number(value) for value in (True, 2, 0.5, np.float32(0.5), np.bool_(False))] == [1.0, 2.0, 0.5, 0.5, 0.0]
+    wrong = (None, "1", float("nan"), float("inf"), [1.0], np.array([1.0, 2.0]), np.str_("1"))
+    assert [as_number(value) for value in wrong] == [None] * len(wrong)

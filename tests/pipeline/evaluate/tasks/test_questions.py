@@ -34,6 +34,8 @@ def test_a_question_has_the_prompt_as_it_came_and_the_settings_of_its_task():
     [
         ({}, None),
         ({"temperature": 0.7, "do_sample": False}, None),
+        ({"temperature": 0.7, "do_sample": False}, None),
+        ({"temperature": 0.7}, (0.7, 1.0, 0)),
         ({"do_sample": True, "top_p": 0.9, "top_k": 5}, (1.0, 0.9, 5)),
         ({"do_sample": True, "temperature": 0}, None),
     ],
@@ -53,6 +55,7 @@ def test_a_reply_ends_before_a_stop_text_but_not_before_the_one_that_every_task_
 
 REFUSED = {
     "num_beams must be 1": lambda: of(num_beams=3),
+    "length_penalty: not among max_new_tokens": lambda: of(length_penalty=2),
     "task t: generation_kwargs": lambda: of(max_new_tokens="many"),
     "until must be texts": lambda: of(until=[1]),
     r"video_id=\{vid\} .*it has clip": lambda: find_video_key({"clip": "x"}, "{vid}"),

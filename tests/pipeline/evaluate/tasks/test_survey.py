@@ -93,6 +93,8 @@ def config_of(module, shows="shows_video", rule="matches", means=("mean",), **mo
         ({"means": ("mean", "judged_mean")}, survey.IN_PART, "not m1"),
         ({"shows": "shows_frames"}, survey.UNKNOWN, "VideoReader, decord"),
         ({"output_type": "loglikelihood"}, survey.UNFIT, "its output_type is loglikelihood"),
+        ({"num_fewshot": 2}, survey.UNFIT, "examples"),
+        ({"repeats": 5}, survey.UNFIT, "5 times"),
         ({"class": object}, survey.UNFIT, "class of its own"),
     ],
 )
