@@ -197,6 +197,25 @@ def test_frames_by_time_and_a_closed_thought(tmp_path):
     assert held[0]["frames"] == held[1]["protocol"]["frames"] == {"fps": 2.0, "max_frames": 6}
 
 
+def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
+    ids = TokenCache(results / "cache").video_ids
+    row = {"prompt": "What?", "choices": ["a dog", "a cat", "a kite"], "answer": "a cat"}
+    rows = [{"question_id": i, "video_id": video, "split": f"s{i % 2}", **row} for i, video in enumerate(ids)]
+    rows.append({"question_id": "free", "video_id": ids[0], "prompt": "Say something.", "answer": "something"})
+    file = write_questions(tmp_path / "mine.jsonl", rows)
+    argv = ["--benchmark", str(file), "--cache", str(results / "cache"), "--out", str(tmp_path / "r"), "--draws", "200"]
+    said_by(evaluate, *argv, "--method", "gstep", "--retention-ratio", "0.25")
+    scores = scores_of(tmp_path / "r").to_pylist()
+    assert len(scores) == 2 * len(rows)
+    chosen = [row for row in scores if row["question_id"] != "free"]
+    for row in chosen:  # the likeliest letter
+        assert row["parsed"] == row["choice_scores"].index(max(row["choice_scores"]))
+        assert row["right"] == (row["parsed"] == 1)
+    assert "s1" in (tmp_path / "r" / "tables.md").read_text()
+    said = said_by(evaluate, *argv[:2], "--out", tmp_path / "other", code=2)
+    assert "is not a cache, and there are no videos to make one from" in said
+
+
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(data, results, tmp_path, monkeypatch):
     forbid_ray(monkeypatch)
     forbid_models(monkeypatch)
