@@ -18,12 +18,13 @@ from pipeline.video.containers import sniff
 from pipeline.video.decoders import PyavDecoder
 from pipeline.video.headers import H264Headers, is_av1_shown, is_vp8_shown, is_vp9_shown, read_clock_bits
 from pipeline.video.packets import VideoPackets, open_container
-from pipeline.video.probe import IndexMismatch
+from pipeline.video.probe import IndexMismatch, index_by_decoding
 from tests.builders.clips import ffmpeg, index_of, make_clip, numbers, shown, write_clip
 from tests.builders.decoding import assert_as_shown, decode, facts, fault_of
 
 SIZE = (120, 160)  # x265 has no temporal layers in smaller frames
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
+X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p")
 LAYERS = "keyint=48:temporal-layers=3:bframes=7:log-level=none"
 #: Groups of pictures as encoders make them; the hard ones are those whose frames need what lies outside their group.
 GROUPS = {
@@ -31,6 +32,7 @@ GROUPS = {
     "one-group.mp4": (*X264, "-g", 250, "-bf", 3),
     "open.mp4": (*X264, "-x264-params", "open-gop=1:bframes=3:scenecut=0:keyint=12"),
     "refresh.mp4": (*X264, "-x264-params", "intra-refresh=1:bframes=0:keyint=15"),
+    "hevc-open.mp4": (*X265, "-x265-params", "keyint=12:open-gop=1:bframes=4:log-level=none"),
     "hevc-layers.mp4": ("-c:v", "libx265", "-pix_fmt", "yuv420p", "-x265-params", LAYERS),
     "vp9.webm": ("-c:v", "libvpx-vp9", "-g", 20, "-auto-alt-ref", 1, "-lag-in-frames", 25, "-b:v", "200k"),
     "fields.ts": ("-c:v", "mpeg2video", "-g", 12, "-bf", 2, "-flags", "+ilme+ildct"),
@@ -133,6 +135,18 @@ def test_huge_frames_are_refused_before_they_are_decoded(tmp_path):
     assert fault.fault_class == "unsupported" and "frames of 8192x8193 are larger than" in fault.message
 
 
+def test_an_index_is_found_without_decoding_and_decoding_finds_the_same(tmp_path):
+    index = index_of(write_clip(tmp_path / "a.mp4", count=30, gop=10, fps=25))
+    assert (index.codec, index.demuxer, index.stream, index.fps) == ("h264", "mov", 0, 25.0)
+    assert np.abs(index.timestamps - np.arange(30) / 25).max() < 1e-6 and index.duration_s == pytest.approx(1.2)
+    places = np.searchsorted(index.pts, index.keyframes)  # an encoder may set more than one every 10 frames
+    assert len(index.pts) == 30 and np.array_equal(index.pts[places], index.keyframes)
+    assert places[0] == 0 and np.diff([*places, 30]).max() <= 10
+    decode_frames = index_by_decoding(index)
+    assert np.array_equal(decode_frames.timestamps, index.timestamps) and decode_frames.duration_s == index.duration_s
+    assert decode_frames.pts is None  # frames that were counted cannot be told by their times
+
+
 COUNT, RATE = 96, 25
 REFERENCES = ("-auto-alt-ref", 1, "-lag-in-frames", 16, "-b:v", "300k", "-deadline", "good", "-cpu-used", 4)
 VP8, VP9 = ("-c:v", "libvpx", *REFERENCES), ("-c:v", "libvpx-vp9", *REFERENCES)
@@ -143,7 +157,9 @@ NOISE = ("-vf", "noise=alls=8:allf=t:all_seed=1")
 HIDDEN = {
     "a.webm": (VP8, None),
     "a.ogv": (VP8, None),
+    "a.avi": (VP8, None),
     "vp9.mkv": (VP9, "vp9_superframe_split"),
+    "vp9.avi": (VP9, "vp9_superframe_split"),
     "profile-3.mkv": (VP9_PROFILE_3, "vp9_superframe_split"),
     "av1.mkv": (AV1, "av1_frame_split"),
 }
@@ -156,7 +172,10 @@ TIMELESS = {
     "packed-skipped.avi": (*SKIPPED, "-c:v", "libxvid", "-q:v", 2, "-bf", 2, "-g", 12),
     "mpeg1.avi": ("-c:v", "mpeg1video", "-q:v", 2, "-bf", 2, "-g", 12),
     "pyramid.avi": (*X264_12, "-x264-params", "b-pyramid=normal:bframes=8:b-adapt=0"),
+    "mpeg2.avi": ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2, "-g", 12),
+    "h264-skipped.avi": (*SKIPPED, *X264_12, "-bf", 2),
     "one-group.h264": (*X264_12, "-g", 1000, "-bf", 3),  # whose order goes beyond the bits that state it
+    "stored-order.h264": (*X264_12, "-bf", 0),
     "scaling.h264": ("-c:v", "libx264", "-pix_fmt", "yuv444p", "-g", 12, "-x264-params", "bframes=2:cqm=jvt"),
     "a.h264": (*X264_12, "-bf", 2, "-r", 50),
     "a.asf": (*X264_12, "-bf", 2),
