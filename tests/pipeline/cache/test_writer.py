@@ -193,29 +193,6 @@ def test_row_groups_end_at_the_tiers():
     assert all(n > 0 for m in range(1, 60) for n in compute_tier_row_counts(m, max(1, m // 4), 0.25, nested=True))
 
 
-VIDEO_COLUMNS = """
-video_id string not null, status string not null, attempts int32 not null, run_id string not null, id_high uint64,
-id_low uint64, clip_key uint64, rewritten int32, earlier_attempts int32, tie_break uint64, source_size int64,
-n_tokens int32, n_total int32, hidden_size int32, decode_warnings int32, backend_note string, color_transfer string,
-sample_aspect_ratio string, uneven_positions int32, shared_positions int32, error_class string, error_stage string,
-decode_s double, encode_s double, prune_s double, write_s double, frames_by_rate int32, token_shard string,
-uri string not null, start_s double, end_s double, source_hash string, error_message string, error_signal int32,
-retryable bool, backend string, backend_version string, codec string, first_row_group int32, row_counts list<int32>,
-footer_hash string, checksum string, retention_ratio double, nested bool, n_frames int32, tokens_per_frame int32,
-frame_indices list<int64>, timestamps list<double>, fps double, duration_s double, source_frames int64,
-clip_frames int64, n_repeated int32, source_width int32, source_height int32, width int32, height int32,
-kept_per_frame list<int32>, temporal_density list<float>, manifest string, runtime string, model_extra string,
-token_codec string, token_block int32, tower_hash string, source_shard string, source_offset int64, clip_fps double,
-source_mark uint64, source_sample uint64
-"""
-
-
-def test_the_columns_of_the_videos_table_keep_their_order_and_types():
-    """Both are part of the format: the order of keys in ``VideoRecord`` is the order of columns in every file."""
-    columns = (f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in VIDEO_SCHEMA)
-    assert ", ".join(columns).replace("item: ", "") == " ".join(VIDEO_COLUMNS.split())
-
-
 def test_columns_say_what_they_mean_and_those_of_tokens_are_as_wide_as_their_vectors():
     columns = build_token_schema(8, 2, {"token_key": 4, "token_attention": 1})
     assert all(field.metadata[b"meaning"] for field in (*VIDEO_SCHEMA, *columns))

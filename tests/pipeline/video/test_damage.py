@@ -152,24 +152,6 @@ def test_a_frame_that_does_not_decode_costs_no_other(name, clips, tmp_path):
     assert np.abs(video.frames[:40].astype(int) - truth.frames[video.frame_indices[:40]]).mean() < 2
 
 
-def test_ffmpeg_s_log_takes_no_more_memory_than_it_may(clips, tmp_path, monkeypatch):
-    """Tiny slices, each of which gives a line, are many times their size of it. Up to the limit all lines count."""
-    path, data, found = tmp_path / "a.mp4", bytearray(clips("h264.mp4").read_bytes()), []
-    for start, size in places_of(clips("h264.mp4"))[1:]:
-        n_slices, rest = divmod(size - 5, 6)
-        end = (rest + 1).to_bytes(4, "big") + b"\x41" * (rest + 1)
-        data[start : start + size] = b"\0\0\0\2\x41\x9a" * n_slices + end
-    path.write_bytes(data)
-    for limit in (decode_module._MAX_LOG_BYTES, 2**11):
-        monkeypatch.setattr(decode_module, "_MAX_LOG_BYTES", limit)
-        with redirect_ffmpeg_log() as count:
-            decoded_times(path)
-            found.append(count())
-            assert count() == found[-1]
-    assert found[0] > 10 * found[1] > 100
-    assert decode(path).record["decode_warnings"] > 0
-
-
 def test_a_line_that_does_not_fit_in_the_log_blocks_nobody(capfd):
     line = b"[h264 @ 0x1] error while decoding MB 1 2\n"
     with redirect_ffmpeg_log() as count:

@@ -18,7 +18,7 @@ from pipeline.video.containers import sniff
 from pipeline.video.decoders import PyavDecoder
 from pipeline.video.headers import H264Headers, is_av1_shown, is_vp8_shown, is_vp9_shown, read_clock_bits
 from pipeline.video.packets import VideoPackets, open_container
-from pipeline.video.probe import IndexMismatch, index_by_decoding
+from pipeline.video.probe import IndexMismatch
 from tests.builders.clips import ffmpeg, index_of, make_clip, numbers, shown, write_clip
 from tests.builders.decoding import assert_as_shown, decode, facts, fault_of
 
@@ -133,18 +133,6 @@ def test_huge_frames_are_refused_before_they_are_decoded(tmp_path):
     path.write_bytes(head + struct.pack("<HH", 8192, 8193) + rest)
     fault = fault_of(index_of, path)
     assert fault.fault_class == "unsupported" and "frames of 8192x8193 are larger than" in fault.message
-
-
-def test_an_index_is_found_without_decoding_and_decoding_finds_the_same(tmp_path):
-    index = index_of(write_clip(tmp_path / "a.mp4", count=30, gop=10, fps=25))
-    assert (index.codec, index.demuxer, index.stream, index.fps) == ("h264", "mov", 0, 25.0)
-    assert np.abs(index.timestamps - np.arange(30) / 25).max() < 1e-6 and index.duration_s == pytest.approx(1.2)
-    places = np.searchsorted(index.pts, index.keyframes)  # an encoder may set more than one every 10 frames
-    assert len(index.pts) == 30 and np.array_equal(index.pts[places], index.keyframes)
-    assert places[0] == 0 and np.diff([*places, 30]).max() <= 10
-    decode_frames = index_by_decoding(index)
-    assert np.array_equal(decode_frames.timestamps, index.timestamps) and decode_frames.duration_s == index.duration_s
-    assert decode_frames.pts is None  # frames that were counted cannot be told by their times
 
 
 COUNT, RATE = 96, 25
