@@ -18,7 +18,6 @@ WRITTEN = {
     ("mpegts", "libx264"): "mpegts",
     ("mpegts -mpegts_m2ts_mode 1", "libx264"): "mpegts",
     ("mpeg", "mpeg1video"): "mpeg",
-    ("vob", "mpeg2video"): "mpeg",
     ("mpeg1video", "mpeg1video"): "mpegvideo",
     ("mpeg2video", "mpeg2video"): "mpegvideo",
     ("asf", "wmv2"): "asf",
