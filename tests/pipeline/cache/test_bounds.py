@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -13,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline import CorruptShard, TokenCache
+from pipeline import CorruptShard, NotACache, TokenCache
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.header import read_header
+from pipeline.cache.header import CHECKSUM, HEADER, read_header
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenOrder
 from pipeline.cache.schema import hash_bytes, slice_footer
@@ -252,3 +253,18 @@ def test_bits_of_a_token_shard(small):
                 assert check_token_shard(flipped, name, [(commit, row)], header).problems, bit
     assert n_raised > 4 * n_pages / step  # half of the flips
     assert read() == written
+
+
+def test_every_bit_of_the_header(tmp_path):
+    """A flip in the name of the checksum makes a header of another version of this program; all else is as it was."""
+    store = write_header(tmp_path, hidden_size=2, newline=base64.b64encode(bytes(range(4))).decode())
+    written = {name: value for name, value in read_header(store).items() if name != CHECKSUM}
+    flipped, n_read = Flipped(tmp_path, HEADER), 0
+    for bit in flipped.flips():
+        try:
+            header = read_header(flipped)
+        except NotACache:
+            continue
+        n_read += 1
+        assert {name: header[name] for name in written} == written, bit
+    assert 0 < n_read < len(flipped.data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
@@ -27,14 +28,34 @@ def bits(values: torch.Tensor) -> Any:
     return values.to(torch.bfloat16).view(torch.int16).numpy()
 
 
+def by_hand(codec: TokenCodec, columns: dict[str, Any], hidden: int) -> torch.Tensor:
+    """Decode one number after the other, in Python's own arithmetic."""
+    rows = []
+    for numbers, scales, kept in zip(*(columns[name] for name in ("token", "token_scale", "token_kept")), strict=True):
+        data, steps = numbers.tobytes(), np.frombuffer(scales.tobytes(), "<f2").tolist()
+        row = []
+        for i in range(hidden):
+            if codec.bits == 8:
+                number = data[i] - 256 * (data[i] > 127)
+            else:
+                number = (data[i // 2] >> 4 if i % 2 == 0 else data[i // 2] & 15) - 8
+            row.append(number * steps[i // codec.group])
+        values = torch.tensor(row, dtype=torch.float64).to(torch.bfloat16)
+        for at, value in np.frombuffer(kept.tobytes(), "<u2").reshape(-1, 2).tolist():
+            values.view(torch.int16)[at] = value - 65536 * (value > 32767)
+        rows.append(values)
+    return torch.stack(rows)
+
+
 @by_name
 @pytest.mark.parametrize("hidden", [1, 7, 160])
-def test_columns_have_their_widths_and_what_is_read_is_near_what_was_given(codec, hidden):
+def test_what_is_read_is_what_the_columns_say_and_near_what_was_given(codec, hidden):
     normal = torch.randn(5, hidden, generator=torch.Generator().manual_seed(hidden))
     values = normal * 10.0 ** torch.arange(-3, 2)[:, None]
     columns = codec.encode("token", bits(values))
     assert {name: 2 * part.shape[1] for name, part in columns.items()} == codec.widths("token", hidden)
     found = codec.round_trip(bits(values))
+    assert torch.equal(found, by_hand(codec, columns, hidden))
     error = (found.float() - values).norm(dim=1) / values.norm(dim=1)
     assert (error < MOST[codec.name]).all()
 
@@ -122,3 +143,16 @@ def test_the_example_reads_them_without_this_package(tmp_path, codec, capsys):
     for read in (pq.read_table, pd.read_parquet):
         floats = names["decode_floats"](read(tmp_path / name), hidden, codec.name)
         assert torch.equal(torch.from_numpy(floats).to(torch.bfloat16).float(), video)
+
+
+def test_equal_magnitudes_are_kept_from_the_first_channel():
+    (kept,) = CODECS["int4"].encode("token", bits(torch.tensor([[1.0, -1.0] * 32])))["token_kept"]
+    assert kept.view("<u2")[::2].tolist() == list(range(8))
+
+
+def test_bytes_of_wide_tokens():
+    whole = BFLOAT16.token_bytes(3584)
+    assert whole == 7168 and BFLOAT16.token_bytes(3584, 3) == 4 * whole
+    assert CODECS["int4"].token_bytes(3584) <= 0.29 * whole and CODECS["int8"].token_bytes(3584) <= 0.52 * whole
+    for codec in CODECS.values():
+        assert codec.share == pytest.approx(codec.token_bytes(2**14) / 2**15, rel=0.01)

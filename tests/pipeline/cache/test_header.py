@@ -50,6 +50,11 @@ def test_differences_name_the_leaf_also_where_only_one_has_it():
     assert list_differences({"a": {"b": None}}, {"a": {}}) == []  # a missing key counts as None
 
 
+def test_a_fingerprint_is_of_what_is_said_and_not_how():
+    assert compute_fingerprint({"a": 1, "b": [1.0]}) == compute_fingerprint({"b": [1.0], "a": 1})
+    assert len({compute_fingerprint(x) for x in ({"a": 1}, {"a": "1"}, {"a": 1.5}, {"b": 1}, {"a": None}, {})}) == 6
+
+
 def test_of_other_families_no_preprocessing_is_compared():
     old = {"model": {"type": "t"}, "preprocessing": {"pixels": 1}, "ratio": 1}
     new = {"model": {"type": "t", "family": "generic"}, "preprocessing": {"processor": {"a.json": {}}}, "ratio": 2}

@@ -38,7 +38,7 @@ from tests.pipeline.cache.table_rows import (
     live_in,
     serialise_rows,
 )
-from tests.pipeline.damage import merge_before_each_read
+from tests.pipeline.damage import Dying, merge_before_each_read
 from tests.pipeline.verifying import NOW, kinds, verified, video_of
 
 
@@ -167,6 +167,37 @@ def test_a_run_merges_once_many_small_files_wait(tmp_path):
     path.write_bytes(b"PAR1")
     merge_unless_damaged(store, None, 0, said.append)
     assert len(said) == 1 and "were not merged" in said[0] and "jobs.compact tries again" in said[0]
+
+
+@pytest.mark.parametrize("puts", [1, 3])
+def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeypatch, puts):
+    """What it read must not be deleted on the word of the files that it did write."""
+    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1)
+    store, dying = write_header(tmp_path), Dying(tmp_path, puts)
+    for number in range(4):
+        commit_failures(store, f"r{number}", [f"v{number}-{i}" for i in range(3)])
+    before = live_in(store)
+    with pytest.raises(KeyboardInterrupt):
+        merge_table_files(dying, None, keep=NOW)
+    assert sum(file.level > 0 for file in list_table_files(store)) == puts
+    dying.left = 0  # it only deletes, then is killed again
+    with suppress(KeyboardInterrupt):
+        merge_table_files(dying, None, keep=NOW)
+    assert live_in(store) == before
+    merge_table_fully(store, None)
+    assert live_in(store) == before
+
+
+def test_sorted_files_that_share_one_video_are_merged_on_demand(tmp_path):
+    """The last video of the one is the first of the other."""
+    store = write_header(tmp_path)
+    for attempts in (1, 2):
+        commit_failures(store, f"r{attempts}", ["v"], attempts)
+        for _ in range(2):
+            merge_table_files(store, None, keep=NOW, max_rows=0)
+    assert [file.level for file in list_table_files(store)] == [1, 1]
+    merge_table_fully(store, None)
+    assert len(list_table_files(store)) == 1 and live_in(store)["v"][1] == 2
 
 
 def test_few_levels_hold_many_commits(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from pipeline.cache.token_shard import TokenRequest, TokenShard, hash_vectors, r
 from pipeline.cache.writer import KeptTokens, commit_records, write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.storage.stores import LocalStore
-from tests.builders.caches import encoded, make_cache, random_tokens, write_header
+from tests.builders.caches import encoded, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.damage import rewrite_row
 
 VIDEO = encoded("v", random_tokens(0), 0.25, "gstep")
@@ -90,6 +90,18 @@ def test_a_shard_is_named_by_every_byte_of_its_columns_and_a_checksum_is_of_all_
     assert len({first, *(name for name, _ in (*vectors, *others))}) == 1 + len(vectors) + len(others)
     assert len({checksum, *(of_vectors for _, of_vectors in vectors)}) == 1 + len(vectors)
     assert {of_columns for _, of_columns in others} == {checksum}  # which is of the vectors alone
+
+
+def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path):
+    """A node that was taken for dead computed the same videos on another kind of GPU, and its write comes last."""
+    store = write_header(tmp_path)
+    write_shard(store, "run", VIDEO)
+    before = TokenCache(tmp_path).get("v", order="selection")
+    other = replace(VIDEO.kept, tokens=last_bit(VIDEO.kept.tokens), density=last_bit(VIDEO.kept.density))
+    (late,) = write_token_shard([replace(VIDEO, kept=other)], store=store, run_id="run")
+    after = TokenCache(tmp_path).get("v", order="selection", verify=True)
+    assert torch.equal(after.tokens.view(torch.int16), before.tokens.view(torch.int16))
+    assert late["token_shard"] != after.metadata["token_shard"] and len(store.names("tokens", ".parquet")) == 2
 
 
 def test_a_commit_of_many_shards_asks_a_distant_store_for_several_at_a_time(tmp_path):

@@ -142,15 +142,16 @@ def test_even_ranks_leave_out_what_the_others_lack(folder):
         IterableTokenDataset(folder, even=True, rank=0, world_size=len(SIZES) + 1)
 
 
-def test_even_ranks_have_as_many_batches_with_workers_too(folder):
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_even_ranks_have_as_many_batches_with_workers_too(folder, drop_last):
     batches = []
     for rank in range(2):
         data = IterableTokenDataset(folder, shuffle=True, even=True, rank=rank, world_size=2)
-        loader = DataLoader(data, batch_size=2, num_workers=2, collate_fn=pack)
+        loader = DataLoader(data, batch_size=2, num_workers=2, collate_fn=pack, drop_last=drop_last)
         batches.append([list(batch.video_ids) for batch in loader])
     assert [len(batch) for batch in batches[0]] == [len(batch) for batch in batches[1]]
     videos = [*chain(*batches[0], *batches[1])]
-    assert len(set(videos)) == len(videos) == 2 * len(data)
+    assert len(set(videos)) == len(videos) == (2 * len(data) if not drop_last else 4 * len(batches[0]))
 
 
 def test_it_goes_on_where_it_was_left(folder):

@@ -83,12 +83,14 @@ TALK = [
 ]
 
 
-def test_a_conversation_is_answered_by_the_models_own_template(cache, tmp_path):
+def test_a_conversation_is_answered_and_its_choices_scored_by_the_models_own_template(cache, tmp_path):
     rows = [
         {"question_id": "open", "video_id": "a", "messages": TALK, "system": "Be brief."},
         {"question_id": "two", "video_id": ["b", "a"], "messages": TALK},
+        {"question_id": "texts", "video_id": "a", "messages": TALK, "choices": ["it runs", "it sits"]},
     ]
-    answers = by_id(Answerer(setup_of(cache)).answer(questions(rows)))
+    asked = questions(rows[:2]) + questions(rows[2:], AnswerMode(Decoding(), "loglikelihood"))
+    answers = by_id(Answerer(setup_of(cache)).answer(asked))
     opened, builder = TokenCache(tmp_path / "c"), prompt_builder(ModelSource.resolve("tiny"))
     one, two = (opened.get(name).visual for name in ("a", "b"))
 
@@ -103,6 +105,19 @@ def test_a_conversation_is_answered_by_the_models_own_template(cache, tmp_path):
         (expected,) = llm("tiny").generate([prompt], [WAY.decoding])
         assert (answers[name]["answer"], answers[name]["n_prompt_tokens"]) == (expected.text, len(prompt))
         assert answers[name]["prompt"] == "What does it do?" and len(json.loads(answers[name]["conversation"])) == 3
+    (scores,) = llm("tiny").score([build([one])], [rows[2]["choices"]])
+    assert answers["texts"]["choice_scores"] == pytest.approx([score.logprob for score in scores], abs=1e-4)
+
+
+def test_choices_that_carry_their_letters_are_asked_without_and_stored_with_them(cache):
+    plain, labeled = ["square", "star"], ["(A) square", "(B) star"]
+    rows = [
+        {"question_id": i, "video_id": "a", "prompt": "Which?", "choices": c} for i, c in enumerate((plain, labeled))
+    ]
+    first, second = Answerer(setup_of(cache)).answer(questions(rows, AnswerMode(Decoding(4))))
+    assert second["choices"] == labeled  # as in the file, so that answers of earlier versions are resumed
+    same = ("prompt", "n_prompt_tokens", "answer", "choice")
+    assert [first[name] for name in same] == [second[name] for name in same]
 
 
 def test_cdpruner_takes_the_last_message_for_the_question_and_fastv_the_whole_prompt(tmp_path):
@@ -207,12 +222,12 @@ def failing(cache):
     return make
 
 
-def too_many(fitting):
+def too_many(fitting, error=None):
     """A failure of batches of more questions than fit the memory."""
 
     def failure(prompts):
         if len(prompts) > fitting:
-            raise torch.OutOfMemoryError("out of memory")
+            raise error or torch.OutOfMemoryError("out of memory")
 
     return failure
 
@@ -231,8 +246,9 @@ def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatev
     assert first["status"].to_pylist() == ["ok", "failed"] and first["answer"].to_pylist()[0]
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing):
-    actor, sizes = failing(too_many(2))
+@pytest.mark.parametrize("error", [None, MemoryError("cannot"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])
+def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, error):
+    actor, sizes = failing(too_many(2, error))
     rows = list(actor.answer(open_questions(14)))
     assert [row["status"] for row in rows] == ["ok"] * 14
     assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2]

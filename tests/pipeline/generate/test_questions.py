@@ -221,9 +221,12 @@ def test_choices_that_carry_their_letters_get_no_second_ones(choices):
         ["A. Lincoln", "G. Bush"],  # initials
         ["A. a dog", "a cat"],  # of some alone
         ["B. a dog", "A. a cat"],
+        ["A.D.", "B.C."],
         ["A minor", "B minor", "C minor"],
         ["A", "B"],
         ["1. a dog", "2. a cat"],
+        ["A.", "B."],  # letters in the video, say
+        ["A:B", "B:A"],
         ["A - B", "B - C"],
     ],
 )

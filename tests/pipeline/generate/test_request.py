@@ -118,6 +118,9 @@ def test_a_pruning_that_means_something_else_under_its_name_is_refused(whole):
     answered(request_about(whole, ROWS, {**FULL, "mine": PruningSpec("gstep", 0.25, {"alpha": "0.5"})}), "none@1")
     with pytest.raises(IdentityMismatch, match=r"prunings\.mine\.params\.alpha: .* 0\.5,.* 0\.3"):
         request_about(whole, ROWS, {**FULL, "mine": PruningSpec("gstep", 0.25, {"alpha": "0.3"})})
+    answered(request_about(whole, ROWS, {**FULL, "drawn": PruningSpec("random", 0.25)}), "none@1")
+    with pytest.raises(IdentityMismatch, match=r"prunings\.drawn\.seed: the answers have 0, this run 1"):
+        request_about(whole, ROWS, {**FULL, "drawn": PruningSpec("random", 0.25, {}, None, 1)})
     request_about(whole, ROWS, late("uniform"))  # whose answers are not touched by it
 
 

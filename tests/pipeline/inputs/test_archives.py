@@ -89,6 +89,7 @@ DOS, UNIX = 0, 3
         ("clips\\a.mp4", UNIX, "a.zip/clips\\a.mp4"),
         ("x/clips\\a.mp4", DOS, "a.zip/x/clips\\a.mp4"),
         ("..\\..\\a.mp4", DOS, "policy"),
+        ("\\clips\\a.mp4", DOS, "policy"),
         ("__MACOSX\\clips\\._a.mp4", DOS, None),
         ("clips.mp4\\", DOS, None),
     ],
@@ -193,6 +194,11 @@ def test_a_column_that_holds_no_videos_is_refused_and_one_of_another_place_is_no
         with pytest.raises(ManifestError, match=message):
             rows(tmp_path / name, column)
     assert ids(rows([f"{tmp_path}/m.csv", f"{tmp_path}/t.parquet"], "video")) == ["a", "t.mp4"]
+    named = {"clip": ["a.mp4", "b.mp4"], "label": [1, 2], "video_id": ["1", "2"], "uri": ["x", "y"]}
+    pq.write_table(pa.table(named), tmp_path / "named.parquet")
+    found = rows(tmp_path / "named.parquet", "clip")
+    assert ids(found) == named["video_id"] and found[0]["uri"] == str(tmp_path / "a.mp4")
+    assert json.loads(found[0]["manifest"]) == {"label": 1}
 
 
 def test_a_table_that_was_changed_has_other_uris_and_its_old_ones_are_not_read(tmp_path):

@@ -46,6 +46,7 @@ def write_by_duckdb(whole, path):
 WRITERS = {
     "pyarrow, row groups": (".parquet", lambda table, path: pq.write_table(table, path, row_group_size=2)),
     "pyarrow, no statistics": (".parquet", lambda table, path: pq.write_table(table, path, write_statistics=False)),
+    "pyarrow, file of zstd": (".arrow", lambda table, path: write_arrow(table, path, compression="zstd")),
     "pyarrow, stream of lz4": (".arrow", lambda table, path: write_stream(table, path, compression="lz4")),
     "pandas, feather": (".feather", lambda table, path: table.to_pandas().to_feather(path)),
     "polars, parquet": (".parquet", lambda table, path: polars.from_arrow(table).write_parquet(path)),
@@ -83,6 +84,7 @@ KINDS = {
     "view": pa.array(BYTES, pa.binary_view()),
     "dictionary": pa.array(BYTES).dictionary_encode(),
     "extension": pa.ExtensionArray.from_storage(pa.opaque(pa.binary(), "video", "vendor"), pa.array(BYTES)),
+    "struct": pa.array([None if data is None else {"bytes": data} for data in BYTES]),
     "struct of views": pa.array(
         [{"path": None, "n": 1, "bytes": data} for data in BYTES],
         pa.struct({"path": pa.string_view(), "n": pa.int64(), "bytes": pa.binary_view()}),

@@ -115,6 +115,7 @@ def test_a_manifest_names_what_lies_below_its_folder_or_a_root(server, tmp_path)
         ("s3://KEY:S/EC@bucket/m/v.mp4", "s3://bucket/m/v.mp4"),
         ("s3://bucket/m/v.mp4?X-Sig=SEC", "s3://bucket/m/v.mp4"),
         ("v.mp4?X-Sig=SEC", "s3://bucket/m/v.mp4"),
+        ("s3://bucket/m/../x.mp4", "s3://bucket/m/../x.mp4"),
         ("../x.mp4", "s3://bucket/m/../x.mp4"),
         ("s3://bucket/m/./x.mp4", "s3://bucket/m/./x.mp4"),
         ("s3://bucket/m/a\nb.mp4", "s3://bucket/m/a b.mp4"),

@@ -173,9 +173,10 @@ def test_a_folder_of_frames_is_a_video_where_a_manifest_names_it_and_nowhere_els
     assert ids_of(tmp_path) == ["a.mp4"]
 
 
-def test_parts_know_where_their_rows_stand(tmp_path):
-    """The last row is wrong, and the first of a part."""
-    lines, n_rows = 2**13, 2**16
+@pytest.mark.parametrize("end", [-1, 0])
+def test_parts_know_where_their_rows_stand(tmp_path, end):
+    """The last row is wrong, and the last of a part, or the first of the next one."""
+    lines, n_rows = 2**13 + end, 2**16 + end
     bad = {"video_id": "bad", "uri": " "}
     path = write_questions(tmp_path / "m.jsonl", [*({"video_id": f"v{i}", "uri": "a.mp4"} for i in range(lines)), bad])
     table = pa.table({"video_id": [*map(str, range(n_rows)), "bad"], "uri": ["a.mp4"] * n_rows + [" "]})
@@ -287,6 +288,7 @@ def test_text_is_never_changed_to_a_number_and_numbers_of_json_are_text(tmp_path
     [
         ([1.0, 2.0**53], 1, "of type float"),
         ([math.inf, 1.0], 0, "of type float"),
+        ([0.5, 1.0], 0, "of type float"),
         ([Decimal("1.0"), Decimal("1.5")], 1, "of type Decimal"),
         ([b"a", b"\xff"], 1, r"bytes that are not UTF-8"),
         ([[0], [1]], 0, "of type list"),

@@ -45,6 +45,21 @@ def test_members_are_found_where_they_lie_in_every_format(tmp_path, kind):
     assert [row["size"] for row in found] == [len(data) for data in files.values()]
 
 
+def test_what_stands_beside_a_video_is_carried(tmp_path):
+    files = {
+        "k/a.json": b'{"caption": "a cat", "n": 1}', "k/a.0.mp4": b"1", "k/a.1.mp4": b"22", "k/a.txt": "ü".encode(),
+        "k/b.mp4": b"3", "k/b.cls": b"7", "k/b.jpg": b"x", "c.mp4": b"4", "d.json": b"{", "d.mp4": b"5",
+        "e.txt": b"x" * 70_000, "e.mp4": b"6",
+    }  # fmt: skip
+    found = rows(write_tar(tmp_path / "s.tar", files))
+    carried = {row["video_id"]: row["manifest"] and json.loads(row["manifest"]) for row in found}
+    both = {"json": {"caption": "a cat", "n": 1}, "txt": "ü"}
+    assert carried == {
+        "s.tar/k/a.0.mp4": both, "s.tar/k/a.1.mp4": both, "s.tar/k/b.mp4": {"cls": 7}, "s.tar/c.mp4": None,
+        "s.tar/d.mp4": {"json": "{"}, "s.tar/e.mp4": {"txt": None},
+    }  # fmt: skip
+
+
 def test_json_that_is_nested_without_end_is_carried_as_text_and_costs_no_other(tmp_path):
     """Between the depths that Python can write and that it can read there are some that it can only read."""
     depths = [90, 300, *range(900, 1000), 9999]
@@ -92,6 +107,7 @@ HOSTILE = {
     "two sizes": (ended(pax(size="3"), member("a.mp4", b"123456"), NEXT), ["corrupt", None]),
     "no end": (member("a.mp4", b"a" * 3000), [None, "corrupt"]),
     "another tar behind the end": (ended(NEXT) + bytes(9 * BLOCK) + ended(member("b.mp4", b"b")), [None, "corrupt"]),
+    "cut in a header": (member("a.mp4", b"a" * 5000) + NEXT[:100], [None, "corrupt"]),
     "cut in a member": (member("a.mp4", b"a") + member("b.mp4", b"b" * 9000)[:5000], [None, "corrupt"]),
     "no header": (member("a.mp4", b"a") + bytes(100) + b"x" * 9000 + bytes(116) + ended(NEXT), [None, "corrupt", None]),
     "a broken header": (ended(NEXT[:5] + b"T" + NEXT[6:] + member("c.mp4", b"c")), ["corrupt", None]),
@@ -158,7 +174,7 @@ def test_an_index_takes_the_place_of_that_before_a_change_and_a_damaged_one_is_n
 
 
 UNREADABLE_FORMS = [
-    "a.tar.gz", "s3://b/a-{00..09}.tar.zst", "s3://k:SEC@b/a.tgz",
+    "a.tar.gz", "a.tgz", "s3://b/a-{00..09}.tar.zst", "*.tar.bz2", "t.lance", "s3://k:SEC@b/a.tgz",
     "https://k:SEC@h/t.lance", "pipe:curl -H 'Authorization: Bearer SEC' https://h/a.tar",
 ]  # fmt: skip
 
@@ -170,6 +186,18 @@ def test_what_cannot_be_read_as_it_is_is_refused_with_the_remedy(tmp_path, monke
     with pytest.raises(ManifestError, match=remedies) as caught:
         read_manifest(name)
     assert "SEC" not in str(caught.value)
+
+
+def test_a_folder_of_tars_is_a_corpus_and_videos_come_first(tmp_path):
+    for number in range(3):
+        write_tar(tmp_path / f"shard-{number}.tar", {f"{number}.mp4": b"x"})
+    whole = [f"shard-{number}.tar/{number}.mp4" for number in range(3)]
+    for named in (tmp_path, f"{tmp_path}/*.tar", f"{tmp_path}/shard-{{0..2}}.tar"):
+        assert ids(rows(named)) == whole
+    several = [f"{tmp_path}/shard-2.tar", f"{tmp_path}/shard-0.tar"]
+    assert ids(rows(several)) == [whole[2], whole[0]]
+    (tmp_path / "a.mp4").touch()
+    assert ids(rows(tmp_path)) == ["a.mp4"]
 
 
 def test_a_tar_that_is_no_file_or_lies_outside_is_a_row(tmp_path):

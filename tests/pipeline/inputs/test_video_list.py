@@ -41,6 +41,16 @@ def test_tars_wait_and_come_one_after_the_other_and_their_indexes_are_kept(tars,
     assert again.indexes.n_made == 0 and lines == ["indexed 3 of 3 archives: 6 videos so far"]
 
 
+def test_an_archive_that_has_changed_is_indexed_before_the_start_and_a_new_one_waits(tars, tmp_path):
+    [*list_for_run(tars, tmp_path).read_unindexed()]
+    write_tar(tars / "00.tar", {"new.mp4": bytes(9)})
+    write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
+    videos = list_for_run(tars, tmp_path)
+    known = [*(f"0.tar/{number}.mp4" for number in range(3)), "1.tar/changed.mp4", "2.tar/0.mp4"]
+    assert left(videos) == ["00.tar"] and ids(videos.known) == known
+    assert [ids(item.videos) for item in videos.read_unindexed()] == [["00.tar/new.mp4"]]
+
+
 @pytest.mark.parametrize(
     ("first", "is_limited", "beside", "waiting"),
     [
@@ -148,6 +158,16 @@ def test_what_an_archive_leaves_out_is_counted_once_its_videos_are_listed(tmp_pa
     assert left(videos) == ["0.tar", "0.tar"] and videos.indexes.left_out.counts() == {}
     assert [ids(item.videos) for item in videos.read_unindexed()] == [["0.tar/p.mp4"], ["0.tar/q.mp4"]]
     assert videos.indexes.left_out.as_record() == {"other files": {"count": 2, "names": ["0.tar/p.jpg", "0.tar/q.jpg"]}}
+
+
+def test_archives_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "y.mp4").write_bytes(b"y")
+    again = str(write_tar(tmp_path / "x" / "0.tar", {"z.mp4": b"z"}))
+    for place, count in ((tars / "0.tar", 3), ([str(tars), again], 7), ([str(tars), str(tmp_path / "y")], 7)):
+        videos = list_for_run(place, tmp_path)
+        assert videos.unindexed == [] and len(videos.known) == count
 
 
 def test_with_a_limit_a_large_tar_comes_in_growing_items_and_can_be_left(tmp_path, monkeypatch):

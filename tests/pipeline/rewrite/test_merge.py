@@ -15,8 +15,9 @@ from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVi
 from pipeline.rewrite import merge as merge_module
 from pipeline.rewrite.merge import merge_caches
 from pipeline.runner.run_record import list_committed_shards
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.stores import LocalStore, store_at
 from tests.builders.caches import encoded_failure, write_header, write_shard
+from tests.builders.stores import S3Server
 from tests.pipeline.damage import flip, say_what_was_committed, shards, stop_at_each_change
 from tests.pipeline.verifying import kinds, remove, verified, video_of
 
@@ -142,7 +143,9 @@ def secret_cache(folder, run, *names, attempts=1):
     return store
 
 
-@pytest.mark.parametrize(("order", "merged", "into"), [((2, 1, 0), True, False), ((1, 0, 2), False, True)])
+@pytest.mark.parametrize(
+    ("order", "merged", "into"), [((0, 1, 2), False, False), ((2, 1, 0), True, False), ((1, 0, 2), False, True)]
+)
 def test_nothing_stays_of_a_video_that_one_cache_has_removed(tmp_path, order, merged, into):
     """Small files with its caption and shared token shards were linked from the other caches."""
     first = secret_cache(tmp_path / "a", "a", "one", "gone")
@@ -224,6 +227,14 @@ def test_a_cache_that_is_written_to_meanwhile_is_taken_as_of_one_moment(two, tmp
     assert (done.videos, done.linked) == (5, 5)
     report = verified(out)
     assert kinds(report) == [] and report.orphans == []
+
+
+def test_folders_go_to_s3_and_back(two, tmp_path):
+    with S3Server("merge") as server:
+        far, back = store_at(server.uri("merged"), server.objects()), LocalStore(tmp_path / "back")
+        there, here = merge(two, far), merge([far], back)
+    assert_whole(back, *two)
+    assert (there.linked, there.copied) == (here.linked, here.copied) == (0, 4)
 
 
 def test_bytes_are_copied_where_no_link_can_be_had(two, tmp_path):

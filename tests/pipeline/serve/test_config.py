@@ -85,21 +85,36 @@ def test_names_of_caches_engine_arguments_and_hosts_are_read_as_they_are_meant()
     [
         ({"model": None}, "--model is missing"),
         ({"retention_ratio": 1.0}, "--retention-ratio must be below 1.*vllm serve MODEL alone"),
+        ({"retention_ratio": 0.0}, r"--retention-ratio must be in \(0, 1\], got 0.0"),
+        ({"retention_ratio": 25.0}, "did you mean 25%"),
         ({"num_frames": 1}, "--num-frames must be at least 2"),
+        ({"seed": -1}, "--seed must be at least 0"),
         *(
             ({"media_domain": ["b.org", name]}, "--media-domain must be a host name without a port")
             for name in ("https://a.org", "a.org:80", "*.a.org", "a.org.", "")
         ),
         ({"media_path": "/nowhere"}, "there is no such folder"),
+        ({"host": "0.0.0.0"}, "other machines can reach"),
+        ({"port": 0}, "--port must be"),
+        ({"tensor_parallel": 0}, "--tensor-parallel must be"),
+        ({"engine_param": ["config=vllm.yaml"]}, "--engine-param config: vLLM would not read the file"),
         ({"model": "tiny"}, "vLLM has no pruning for llava_onevision"),
         ({"method": "evs"}, "--video-pruning-method evs --video-pruning-rate 0.75"),
         ({"method": "fastv"}, "looks at the question"),
+        ({"method_param": ["alpha"]}, "--method-param takes NAME=VALUE"),
         ({"method_param": ["alph=1"]}, "did you mean alpha"),
         *(
             ({"engine_param": [f"{name}=x"]}, "it follows from the model and the other flags")
-            for name in ("hf_overrides", "media-io-kwargs.video", "allowed_local_media_path", "model_impl")
+            for name in (
+                "hf_overrides",
+                "media-io-kwargs.video",
+                "allowed_local_media_path",
+                "model_impl",
+                "middleware",
+            )
         ),
         ({"engine_param": ['ec_transfer_config={"ec_connector": "A"}']}, "another server has pruned"),
+        ({"engine_param": ["ec-transfer-config.ec_connector=A"]}, "another server has pruned"),
         ({"engine_param": ["kv_offloading_size=4"]}, "not tested"),
         ({"engine_param": ["pipeline_parallel_size=2"]}, "do not see the kept tokens"),
         ({"engine_param": ["enable_tower_connector_lora=true"]}, "enable_tower_connector_lora: "),
@@ -117,6 +132,11 @@ def test_the_server_that_has_no_gate_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(UsageError, match="Unset VLLM_USE_RUST_FRONTEND"):
         make_server_words(config, {"model": "m"}, "m")
+
+
+def test_a_good_request_is_resolved():
+    source, live = check_live(LiveConfig(model=MODEL, method="novelty", retention_ratio=0.1, seed=3))
+    assert (source.model_type, live.method, live.retention_ratio, live.seed) == ("qwen3_vl", "novelty", 0.1, 3)
 
 
 def test_the_command_takes_options_of_its_own_behind_live(capsys):

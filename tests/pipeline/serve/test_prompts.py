@@ -119,9 +119,13 @@ def test_a_conversation_goes_on(cache):
         (video("cache://bad"), "corrupt: damaged"),
         (video("cache://a?retention_ratio=0.9"), "stored at retention ratio 0.25; 0.9 is larger"),
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}, "'image_url': this server takes text"),
+        ({"type": "image_embeds", "image_embeds": "AAAA"}, "'image_embeds'"),
+        ({"type": "prompt_embeds", "data": "AAAA"}, "'prompt_embeds'"),
+        ({"no": "type"}, "'None'"),
         (text("a \U0010fffe of mine"), "no character"),
         (text("half \ud800 a pair"), "the text is not valid: .* surrogates not allowed"),
         ({"type": "text"}, "a part of a message lacks its 'text'"),
+        ({"type": "video_url"}, "lacks its 'video_url'"),
         ({"type": "video_url", "video_url": {}}, "lacks its 'url'"),
     ],
 )
@@ -240,6 +244,7 @@ def test_threads_share_it(cache):
         ("cache://a/b/c.mp4?retention_ratio=0.1", CacheLink("a/b/c.mp4", 0.1)),
         ("cache://50%25%20off%3F%23.mp4", CacheLink("50% off?#.mp4")),
         ("cache://d%C3%ADa/%C3%B1.mp4?retention_ratio=1&cache=b%26c", CacheLink("día/ñ.mp4", 1.0, "b&c")),
+        ("cache:///y%3Fretention_ratio=0.5", CacheLink("/y?retention_ratio=0.5")),
         ("cache://../../etc/passwd", CacheLink("../../etc/passwd")),  # an id like any other: looked up, never opened
     ],
 )
@@ -251,11 +256,14 @@ def test_a_link_names_a_video_a_ratio_and_a_cache(url, link):
     ("url", "why"),
     [
         ("file:///etc/passwd", "no files and no addresses"),
+        ("http://example.org/v.mp4", "is not a cached video"),
+        ("CACHE://a", "is not a cached video"),
         ("data:video/mp4;base64,AAAA", "is not a cached video"),
         ("cache://", "names no video"),
+        ("cache://?retention_ratio=0.1", "names no video"),
         ("cache://a?ratio=0.1", "unknown option 'ratio'"),
         ("cache://a?retention_ratio=0.1&retention_ratio=0.9", "says an option twice"),
-        ("cache://a?retention_ratio=nan", "in \\(0, 1\\]"),
+        *((f"cache://a?retention_ratio={ratio}", "in \\(0, 1\\]") for ratio in ("nan", "", "0", "1.5")),
     ],
 )
 def test_what_is_no_link_says_why(url, why):

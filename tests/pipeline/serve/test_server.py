@@ -94,7 +94,12 @@ def test_it_answers_as_the_model_does(cache, client, names, ratio):
 
 
 def test_what_it_does_not_have_is_a_4xx_with_the_reason_and_nothing_is_fetched(client):
-    for url, why in (("cache://nope", "'nope' is not in the cache"), ("cache://bad", "corrupt: damaged")):
+    for url, why in (
+        ("cache://nope", "'nope' is not in the cache"),
+        ("cache://bad", "corrupt: damaged"),
+        ("cache://a?cache=other", "no cache 'other'"),
+        ("file:///etc/passwd", "no files and no addresses"),
+    ):
         with pytest.raises(openai.BadRequestError, match=why):
             ask(client, parts("x", url))
     with socket.create_server(("127.0.0.1", 0)) as listener:

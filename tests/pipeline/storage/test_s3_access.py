@@ -74,6 +74,7 @@ def reaches(server, environ, monkeypatch):
 
 REFUSALS = [
     ("SignatureDoesNotMatch", 403, "are wrong"),
+    ("InvalidToken", 400, "are wrong"),
     ("AuthorizationHeaderMalformed", 400, "are wrong, or not those of this store or region"),
     ("ExpiredToken", 400, "have expired: rerun the command with new credentials"),
     ("AccessDenied", 403, "do not allow this"),
@@ -122,15 +123,19 @@ CONTAINER = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:9/x"}
 #: What is configured, as files and variables, and what an error says.
 UNUSABLE = {
     "key": ({}, {"AWS_ACCESS_KEY_ID": KEY}, "credentials in the environment are partial: aws_secret_access_key"),
+    "secret": ({}, {"AWS_SECRET_ACCESS_KEY": SECRET}, "environment are partial: aws_access_key_id is missing"),
     "token": ({}, {"AWS_SESSION_TOKEN": TOKEN}, NONE),
     "role": ({}, ROLE, NONE),
     "web": ({}, {"AWS_WEB_IDENTITY_TOKEN_FILE": "/no", **ROLE}, "cannot be read from /no"),
     "container": ({}, CONTAINER, "cannot be had from container-role"),
     "file-key": ({"credentials": f"[default]\naws_access_key_id = {KEY}\n"}, {}, "credentials in profile default of"),
+    "file-secret": ({"credentials": f"[default]\naws_secret_access_key = {SECRET}\n"}, {}, NONE),
     "other-profile": ({"config": f"[profile work]\n{PROFILE}"}, {}, f"{NONE}, in profile def"),
     "no-profile": ({}, {"AWS_PROFILE": "gone"}, r"AWS_PROFILE names a profile \(gone\) that the files of credentials"),
     "process": ({"config": f"{PROCESS} /no/x\n"}, {}, "credentials cannot be read from /no/x"),
     "failing-process": ({"config": f"{PROCESS} false\n"}, {}, "cannot be had from custom-process"),
+    "no-json": ({"config": f"{PROCESS} echo x\n"}, {}, "credentials cannot be had from"),
+    "default-profile": ({}, {"AWS_DEFAULT_PROFILE": "gone"}, r"AWS_DEFAULT_PROFILE names a profile \(gone\)"),
     "missing-file": ({}, {"AWS_CONFIG_FILE": "/no/x"}, "credentials cannot be read from /no/x"),
     "sso": ({"config": SSO}, {}, "have expired: run aws sso login"),
     "broken": ({"config": "[default\n"}, {}, "the files of credentials cannot be used"),
@@ -150,7 +155,7 @@ def test_credentials_that_are_partial_or_out_of_reach_never_make_a_read_unsigned
     assert not server.requests and not isinstance(error, FileNotFoundError)  # of the object
 
 
-@pytest.mark.parametrize(("status", "unsigned"), [(404, True), (500, False), (200, False), (None, False)])
+@pytest.mark.parametrize(("status", "unsigned"), [(404, True), (403, True), (500, False), (200, False), (None, False)])
 def test_a_metadata_service_that_fails_counts_as_credentials(server, refuses, monkeypatch, status, unsigned):
     """404: there is no role. 200: there is one, and its credentials are no JSON. None: a configured service is away."""
     size = [("Content-Length", "4")]
@@ -215,6 +220,7 @@ def test_a_requester_who_has_credentials_pays_for_reads_of_sources_alone(server,
 AWAY = "[default]\nendpoint_url = http://127.0.0.1:9\n"
 #: How an endpoint is configured: the file, and variables.
 ENDPOINTS = {
+    "profile": ("[default]\nendpoint_url = URL\n", {}),
     "variable-of-s3": ("", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ENDPOINT_URL_S3": "URL"}),
     "named-profile": ("[profile minio]\nendpoint_url = URL\nregion = r\n", {"AWS_PROFILE": "minio"}),
     "services": (f"{AWAY}services = mine\n[services mine]\ns3 =\n  endpoint_url = URL\n", {}),
@@ -254,8 +260,11 @@ def test_a_driver_without_an_endpoint_decides_for_nodes_that_have_one(server, mo
     assert "amazonaws.com" in pickle.loads(data)._get_client().meta.endpoint_url  # noqa: S301
 
 
-def test_configured_endpoints_can_be_ignored_but_not_the_flag(server, monkeypatch):
-    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+@pytest.mark.parametrize("text", ["", "[default]\nignore_configured_endpoint_urls = true\nendpoint_url = URL\n"])
+def test_configured_endpoints_can_be_ignored_but_not_the_flag(server, monkeypatch, tmp_path, text):
+    (tmp_path / "config").write_text(text.replace("URL", server.url))
+    if not text:
+        monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
     objects = reaches(server, KEYS, monkeypatch)
     objects.settle_access(server.uri())
     assert "endpoint_url" not in objects._settings and "amazonaws.com" in objects._get_client().meta.endpoint_url
@@ -295,6 +304,7 @@ def test_azure_names_its_credentials(monkeypatch):
     ("status", "code", "token", "kind", "why"),
     [
         (401, "", "hf_abcdef", PermissionError, "the token of HF_TOKEN"),
+        (401, "RepoNotFound", "hf_abcdef", FileNotFoundError, "the token of HF_TOKEN"),
         (401, "RepoNotFound", "", FileNotFoundError, "no credentials are configured: set HF_TOKEN"),
         (403, "GatedRepo", "hf_abcdef", FileNotFoundError, "the token of HF_TOKEN"),
     ],

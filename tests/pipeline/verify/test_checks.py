@@ -42,8 +42,25 @@ def replace_video(store: LocalStore) -> None:
     shards(store)[1].unlink()
 
 
+def swap(store: LocalStore) -> None:
+    one, two = shards(store)
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+
+
+def of_another_cache(store: LocalStore) -> None:
+    other = write_header(store.root.parent / "other", 0.25, "topk", hidden_size=8)
+    write_shard(other, "elsewhere", video_of("x", 2, "topk"))
+    for folder in ("tokens", "videos"):
+        shutil.copy(shards(other, folder)[0], store.root / folder)
+
+
 ROWS = {  # changes of a's row, and the problem that each is
     "fewer tokens": ({"n_tokens": 5}, "row"),
+    "another ratio": ({"retention_ratio": 0.5}, "row"),
+    "another size": ({"hidden_size": 4}, "row"),
+    "times backwards": ({"timestamps": [0.75, 0.5, 0.25, 0.0]}, "row"),
     "frames backwards": ({"frame_indices": [3, 2, 1, 0]}, "row"),
     "an ok row without tokens": ({"token_shard": None}, "row"),
     "no JSON": ({"runtime": "{"}, "row"),
@@ -52,14 +69,19 @@ ROWS = {  # changes of a's row, and the problem that each is
 }
 TOKENS = {  # changes of the columns of a's tokens
     "ranks": with_column("rank", lambda values: values[::-1]),
+    "a position outside": with_column("index", lambda values: values + 30),
+    "frames of tokens": with_column("frame", lambda values: values[::-1]),
     "a position twice": with_column("index", np.sort),
     "a density": with_column("density", lambda values: values * np.inf),
 }
 DAMAGE = {
     "a flipped bit in a commit": (lambda s: flip(shards(s, "videos")[0], 600), "commit"),
+    "a shard of other settings": (of_another_cache, "fingerprint"),
     "a failed row without a class": (lambda s: rewrite_row(s, "bad", lambda r: r.update(error_class=None)), "row"),
     "a shard deleted": (lambda s: shards(s)[0].unlink(), "missing"),
     "a shard cut off": (lambda s: cut(shards(s)[0], 100), "footer"),
+    "a flipped bit of a footer": (lambda s: flip(shards(s)[0], shards(s)[0].stat().st_size - 30), "footer"),
+    "shards swapped": (swap, "footer"),
     "a shard of a few bytes": (lambda s: shards(s)[0].write_bytes(b"PAR1"), "footer"),
     "a footer longer than its file": (lengthen_footer, "footer"),
     "bytes put in": (add_bytes, "rows"),
@@ -143,6 +165,15 @@ def test_a_sound_cache_passes_every_byte_is_read_and_a_run_keeps_it_from_being_c
     assert report.exit_code == 0 and any("writes here" in note and "run9" in note for note in report.notes)
     report = verified(write_header(tmp_path / "empty"))
     assert report.problems == [] and report.counts["videos"] == 0
+
+
+def test_the_report_counts_by_class(store):
+    for file in shards(store):
+        file.unlink()
+    said = list(verified(store).lines())
+    (missing,) = (line for line in said if line.startswith("missing, 2: "))  # the class, how many, and one of them
+    assert "the shard is missing" in missing and "let --repair mark" in said[said.index(missing) + 1]
+    assert said[-1] == "2 problems"
 
 
 @pytest.mark.parametrize("sample", [0, 3])

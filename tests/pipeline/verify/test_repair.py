@@ -6,6 +6,7 @@ import shutil
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ from pipeline import TokenCache
 from pipeline.cache.header import read_fingerprint
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.merging import KEEP, merge_table_files, merge_table_fully
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import RunFailed, ShardFault, UsageError
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import FileInfo, LocalStore, ObjectStore
 from pipeline.verify.repair import UPLOAD_AGE, delete_leftovers
@@ -54,9 +55,15 @@ HARM = {  # and the videos that it costs
         lambda s: (merge_table_files(s, None, everything=True), flip_token(s.root, "b")),
         "b",
     ),
+    "a token shard cut": (lambda s: cut(token_shard(s, "a"), 1), "abc"),
     "a token shard gone": (lambda s: token_shard(s, "a").unlink(), "abc"),
     "tokens of which an earlier attempt is there": (lambda s: token_shard(s, "f").unlink(), "f"),
+    "a row without tokens of which an earlier attempt is there": (
+        lambda s: rewrite_row(s, "f", lambda row: row.update(token_shard=None)),
+        "f",
+    ),
     "a row that contradicts itself": (lambda s: rewrite_row(s, "a", lambda r: r.update(n_total=r["n_total"] + 1)), "a"),
+    "a commit gone": (lambda s: commit_of(s, "a").unlink(), "abc"),
     "several commits of a run gone": (lambda s: [file.unlink() for file in map(commit_of, [s] * 2, "ad")], "abcd"),
     "a file that no run wrote": (lambda s: s.put("videos/notes.parquet", b"not ours"), ""),
 }
@@ -92,6 +99,18 @@ def test_what_was_replaced_is_kept_and_named(store):
     assert (now["status"], now["attempts"], now["uri"]) == ("failed", 1, "/videos/b")
 
 
+def test_tokens_of_a_lost_commit_stay_until_they_are_cleaned(store):
+    """A copy of the commit may turn up."""
+    file = token_shard(store, "a")
+    say_what_was_committed(store)
+    commit_of(store, "a").unlink()
+    report = verified(store, repair=True)
+    assert file.exists() and [orphan.name for orphan in report.orphans] == [f"tokens/{file.name}"]
+    assert "--clean" in report.notes[-1]
+    verified(store, clean=True)
+    assert not file.exists() and kinds(verified(store)) == []
+
+
 def test_a_sound_cache_is_only_cleaned_and_a_removed_video_stays_so(store, tokens):
     shutil.copy(token_shard(store, "a"), store.root / "tokens" / "run0-orphan.parquet")
     report = verified(store, repair=True)
@@ -101,6 +120,16 @@ def test_a_sound_cache_is_only_cleaned_and_a_removed_video_stays_so(store, token
     flip_token(store.root, "b")
     verified(store, repair=True)
     assert TokenCache(store.root).metadata("a")["status"] == "removed"
+
+
+def test_a_repair_on_s3(server, sound):
+    store = verifying.copy_to_s3(LocalStore(sound), server)
+    name = TokenCache(str(store), store=store).metadata("a")["token_shard"]
+    store.put(name, store.read(name)[:-20])
+    report = verified(store, repair=True)
+    assert (kinds(report), report.repaired.moved) == ([], 0)
+    cache = TokenCache(str(store), store=store)
+    assert sorted(cache.failed) == ["a", "b", "bad", "c"] and cache.video_ids == ["d", "e", "f"]
 
 
 def test_a_cache_of_which_nothing_would_stay_is_left_alone(store):
@@ -334,3 +363,7 @@ def test_what_a_first_run_left_that_was_killed_is_no_loss(pair):
     pair.put("runs/run.json", json.dumps({"run_id": "run", "status": "running"}).encode())
     report = verified(pair, clean=True)
     assert report.exit_code == 0 and len(report.removed) == 2
+
+
+def test_every_fault_of_a_shard_is_a_class_with_a_remedy():
+    assert all(Kind(fault).remedy for fault in get_args(ShardFault)) and all(kind.remedy for kind in Kind)

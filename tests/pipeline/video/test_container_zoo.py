@@ -28,6 +28,7 @@ AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-row-mt", 0,
 MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2)
 TWICE = ("-vf", "settb=1/1000,setpts=floor(N/2)*80", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
 PIPE = ("-seekable", 0)
+SIZES = {"odd.mp4": (33, 17), "one-pixel.mkv": (1, 1)}
 
 
 CLIPS = {
@@ -39,13 +40,18 @@ CLIPS = {
     # written to a pipe, where no length can be filled in afterwards
     "piped-b-frames.avi": ("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, *PIPE),
     "piped.mkv": (*X264, *PIPE),
+    "piped.flv": (*X264, *PIPE),
     # transport and program streams
     "mpeg2.ts": MPEG2,
     # times
+    "late.mp4": (*X264, "-output_ts_offset", 1.5),
     "negative.mp4": (*X264, "-output_ts_offset", -0.32, "-avoid_negative_ts", "disabled"),
+    "negative-cts.mp4": (*X264, "-bf", 2, "-movflags", "negative_cts_offsets"),
     "two-at-a-time.mkv": (*TWICE, "-c:v", "ffv1"),
     # sizes and pixels
+    "odd.mp4": (*X264, "-pix_fmt", "yuv444p"),
     "one-pixel.mkv": ("-c:v", "ffv1"),
+    "interlaced.ts": (*MPEG2, "-flags", "+ilme+ildct"),
     "alpha.webm": (*VP9, "-pix_fmt", "yuva420p"),
     "cropped.mp4": (*X264, "-bsf:v", "h264_metadata=crop_right=8:crop_top=8"),
 }
@@ -62,7 +68,7 @@ def assert_as_shown():
 def test_a_clip_as_ffmpeg_makes_it(assert_as_shown, tmp_path, name):
     """AVI stores no presentation times: libraries differ by a frame or two in where it starts."""
     count = 8 if name == "av1.mp4" else 32
-    path = make_clip(tmp_path / name, *CLIPS[name], count=count, size=(1, 1) if name == "one-pixel.mkv" else (64, 96))
+    path = make_clip(tmp_path / name, *CLIPS[name], count=count, size=SIZES.get(name, (64, 96)))
     assert_as_shown(path, exact_start=name != "piped-b-frames.avi")
 
 
@@ -72,6 +78,12 @@ def test_an_edit_list_of_a_cut_without_encoding(assert_as_shown, tmp_path):
     ffmpeg("-ss", 0.41, "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
     assert_as_shown(tmp_path / "cut.mp4")
     assert len(shown(tmp_path / "cut.mp4").frames) == 21
+
+
+def test_a_turn_that_matroska_states(assert_as_shown, tmp_path):
+    whole = make_clip(tmp_path / "whole.mp4", *X264)
+    ffmpeg("-display_rotation", 270, "-i", whole, "-c", "copy", tmp_path / "a.mkv")
+    assert_as_shown(tmp_path / "a.mkv")
 
 
 ONE, NOISE = 2**16, 300  # of 16.16 fixed point: a quarter of a degree
@@ -129,7 +141,14 @@ def test_a_turn_that_the_codec_states_and_that_changes(assert_as_shown, tmp_path
 SMALL, LARGE = (64, 96), (128, 192)
 SIZES_NOTE = "frame sizes differ: 2 sizes from 96x64 to 192x128"
 # The encoder of each; "" for H.264, whose streams are joined.
-RESIZED = {"a.mp4": "", "a.ts": "", "hevc.mkv": "libx265", "vp9.webm": "libvpx-vp9", "av1.mkv": "libsvtav1"}
+RESIZED = {
+    "a.mp4": "",
+    "a.ts": "",
+    "hevc.mkv": "libx265",
+    "vp8.webm": "libvpx",
+    "vp9.webm": "libvpx-vp9",
+    "av1.mkv": "libsvtav1",
+}
 
 
 def write_resized(folder: Path, name: str, sizes: list[tuple[int, int]]) -> Path:
@@ -180,7 +199,7 @@ def test_models_get_the_size_that_follows_from_the_largest_frame(tmp_path):
             assert np.abs(video.frames - expected).mean(axis=(1, 2, 3)).max() < NEAR
 
 
-@pytest.mark.parametrize(("name", "default"), [("a.mp4", 1), ("a.mkv", 0)])
+@pytest.mark.parametrize(("name", "default"), [("a.mp4", 1), ("a.mkv", 0), ("a.ts", 1)])
 def test_two_video_streams(assert_as_shown, tmp_path, name, default):
     """A small one and a larger, negative one: the default stream is shown, where the container knows of one."""
     both = ("-filter_complex", "[0]split[a][b];[b]scale=192:128,negate[c]", "-map", "[a]", "-map", "[c]")

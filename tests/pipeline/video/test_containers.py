@@ -11,11 +11,14 @@ from tests.builders.decoding import decode, fault_of
 # Muxer of FFmpeg and codec -> demuxer that reads it.
 WRITTEN = {
     ("mov", "libx264"): "mov",
+    ("3gp", "libx264"): "mov",
     ("matroska", "libx264"): "matroska",
+    ("webm", "libvpx"): "matroska",
     ("avi", "mpeg4"): "avi",
     ("mpegts", "libx264"): "mpegts",
     ("mpegts -mpegts_m2ts_mode 1", "libx264"): "mpegts",
     ("mpeg", "mpeg1video"): "mpeg",
+    ("mpeg1video", "mpeg1video"): "mpegvideo",
     ("mpeg2video", "mpeg2video"): "mpegvideo",
     ("asf", "wmv2"): "asf",
     ("flv", "flv1"): "flv",
@@ -30,11 +33,19 @@ REFUSED = {
     "empty": (b"", "unsupported", "an empty file"),
     "text": (b"hello, this is no video\n", "unsupported", "text"),
     "hls": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n", "policy", "an HLS playlist"),
+    "hls with a byte order mark": (b"\xef\xbb\xbf\n#EXTM3U\n", "policy", "an HLS playlist"),
+    "concat": (b"ffconcat version 1.0\nfile /etc/hostname\n", "policy", "an FFmpeg concat script"),
     "concat without a header": (b"file '/etc/hostname'\n", "policy", "a list of other files or addresses"),
     "dash": (b'<?xml version="1.0"?>\n<MPD></MPD>', "policy", "a DASH manifest"),
     "sdp": (b"v=0\r\nc=IN IP4 1.2.3.4\r\n", "policy", "a list of other files or addresses"),
     "jpeg": (b"\xff\xd8\xff\xe0", "unsupported", "a JPEG image"),
     "mp3": (b"ID3\x04\0", "unsupported", "MP3 audio"),
+    "mp3 without tags": (b"\xff\xfb\x90\x44", "unsupported", "MP3 audio"),
+    "one sync byte": (b"G" + bytes(100), "unsupported", "unknown binary data"),
+    "heic": (b"\0\0\0\x18ftypheic\0\0\0\0", "unsupported", "a HEIF or AVIF image"),
+    "hls with packets": (b"#EXTM3U\nfile:///etc/hostname\n" + PACKETS, "policy", "an HLS playlist"),
+    "hls behind zeros": (bytes(500) + b"#EXTM3U\nfile:///etc/hostname\n", "policy", "a list of other files"),
+    "concat with packets": (b"ffconcat version 1.0\n" + PACKETS, "policy", "an FFmpeg concat script"),
     "hls behind zeros, in front of packets": (bytes(500) + b"#EXTM3U\n" + PACKETS, "policy", "a list of other files"),
     "dash behind a PNG image": (b"\x89PNG\r\n\x1a\n<MPD></MPD>" + PACKETS, "policy", "a list of other files"),
     "sdp behind an ID3 tag": (b"ID3\x04\0c=IN IP4 1.2.3.4\r\n", "policy", "a list of other files"),
@@ -46,10 +57,17 @@ FOREIGN = {
     "a tar archive": bytes(257) + b"ustar\x0000",
     "a tar archive$": b"a.ts".ljust(100, b"\0") + b"000644 \0" * 3 + b"00000001234 ",  # before POSIX
     "an MXF container": bytes.fromhex("060e2b34020501010d010201010204"),
+    "a NUT container": b"nut/multimedia container\0",
+    "a RealMedia container": b".RMF\0\0\0\x12",
+    "a WTV recording": bytes.fromhex("b7d800203749da11a64e0007e95ead8d"),
     "a DV recording": b"\x1f\x07\0\xbf",
     "an image": b"SDPX",
     "WAV audio": b"RIFF\0\0\0\0WAVEfmt ",
     "a compressed archive": b"\x28\xb5\x2f\xfd",
+    "a RIFF or IFF file of another kind": b"RIFF\0\0\0\0AMV LIST",
+    "a compressed archive$": b"PK\x03\x04",
+    "a PDF document": b"%PDF-1.7\n",
+    "a program": b"\x7fELF",
     "a disc image": bytes(32769) + b"CD001",
     "a table or array of data": b"PAR1",
     "an EBML file of another kind": b"\x1a\x45\xdf\xa3\x84\x42\x82\x81\x78",
@@ -114,9 +132,25 @@ def test_a_stream_behind_other_bytes_or_without_its_beginning_is_read_as_ffmpeg_
 def test_a_stream_inside_a_file_of_another_kind_is_not_read(name, tmp_path):
     stream, path = make_clip(tmp_path / name, *STREAMS[name], "-pix_fmt", "yuv420p").read_bytes(), tmp_path / "a.mp4"
     for looks_like, start in FOREIGN.items():
-        path.write_bytes(start.ljust(512, b"\0") + stream)
-        fault = fault_of(sniff, path)
-        assert fault.fault_class == "unsupported" and f"looks like {looks_like.strip('$')}" in fault.message
+        for behind in (b"", stream):
+            path.write_bytes(start.ljust(512, b"\0") + behind)
+            fault = fault_of(sniff, path)
+            assert fault.fault_class == "unsupported" and f"looks like {looks_like.strip('$')}" in fault.message
+
+
+@pytest.mark.parametrize(
+    ("name", "front", "looks_like"),
+    [
+        *(("a.mxf", b"", "an MXF container"), ("a.nut", b"", "a NUT container"), ("a.wtv", b"", "a WTV recording")),
+        ("a.mpg", PNG, "a PNG image"),
+        *((f"a.{container}", bytes(64), "unknown binary data") for container in ("mp4", "mkv", "avi")),
+    ],
+)
+def test_a_container_that_ffmpeg_is_not_to_read_or_does_not_find_is_named(name, front, looks_like, tmp_path):
+    codec = "mpeg4" if looks_like.startswith("unknown") else "mpeg2video"
+    path = make_clip(tmp_path / name, "-c:v", codec, "-pix_fmt", "yuv420p", count=8)
+    path.write_bytes(front + path.read_bytes())
+    assert looks_like in fault_of(sniff, path).message
 
 
 @pytest.mark.parametrize(

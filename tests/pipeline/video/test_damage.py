@@ -18,8 +18,8 @@ from pipeline.video.containers import sniff
 from pipeline.video.damage import Hole, check_decodable
 from pipeline.video.decode import DecodedVideo, redirect_ffmpeg_log
 from pipeline.video.packets import VideoPackets
-from pipeline.video.probe import VideoIndex
-from tests.builders.clips import ffmpeg, index_of, make_clip, numbers, shown
+from pipeline.video.probe import VideoIndex, index_by_decoding
+from tests.builders.clips import ffmpeg, index_of, make_clip, numbers, shown, write_clip
 from tests.builders.decoding import decode, facts, fault_of
 
 COUNT, RATE = 100, 25
@@ -33,12 +33,15 @@ AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-g", 10, "-p
 #: How each clip is made.
 CLIPS = {
     "h264.mp4": X264,
+    "h264.mkv": (*X264, "-cluster_time_limit", 400),  # of Matroska, which is read on at the next one
     "h264.ts": X264,
     "hevc.mp4": X265,
     "av1.mp4": AV1,
     "av1.webm": AV1,
     "vp9.webm": VP9,
     "mpeg4.avi": ("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, "-g", 10),
+    "mpeg2.ts": ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2, "-g", 10),
+    "wmv2.wmv": ("-c:v", "wmv2", "-q:v", 2, "-g", 10),
     "png.mov": ("-c:v", "png"),
 }
 LISTING = (".mp4", ".mov", ".avi")  # containers that list frames whose data is gone
@@ -187,7 +190,7 @@ def test_av1_loses_no_frame_by_going_on(name, first, clips, tmp_path):
     assert len(decoded_times(path)) >= len(shown(path).timestamps)
 
 
-@pytest.mark.parametrize("name", ["h264.ts", "vp9.webm", "mpeg4.avi"])
+@pytest.mark.parametrize("name", ["h264.ts", "h264.mkv", "wmv2.wmv", "vp9.webm", "mpeg4.avi"])
 def test_a_file_whose_end_was_never_written(name, clips, tmp_path):
     """All bytes behind 60 % are zeros, which a transport stream's demuxer answers with "try again"."""
     path, data = tmp_path / name, clips(name).read_bytes()
@@ -252,3 +255,13 @@ def test_frames_that_come_late_behind_damage_shift_no_other(clips, tmp_path):
     assert video.timestamps[-1] == pytest.approx((COUNT - 1) / RATE)
     late = np.array(numbers(video.frames)) != np.round(video.timestamps * RATE)
     assert late.sum() <= 10 and not late[-30:].any()  # those of the damaged group are what FFmpeg makes of it
+
+
+def test_a_file_that_does_not_hold_what_it_promises_says_where(tmp_path):
+    index = index_of(write_clip(tmp_path / "a.mp4", count=30))
+    damaged = index_of(zeroed(tmp_path / "a.mp4", tmp_path / "b.mp4", 10, 30))
+    found = index_by_decoding(damaged)
+    damaged.packets.close()
+    index.packets.close()
+    assert len(found.timestamps) == 10 and found.holes == (Hole(pytest.approx(0.4), pytest.approx(1.2)),)
+    assert index.holes == () and len(index.timestamps) == 30

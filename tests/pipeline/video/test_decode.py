@@ -61,17 +61,18 @@ def test_a_clip_and_repeats(tmp_path):
 
 
 def test_backends_are_recorded_and_what_decord_cannot_read_pyav_does(tmp_path):
-    read = decode(sample("carphone_pristine.mp4"), decoder="decord")
-    assert facts(read, "backend", "backend_note") == ("decord", "")
+    videos = [decode(sample("carphone_pristine.mp4"), decoder=name) for name in ("decord", "pyav")]
+    assert facts(videos[0], "backend", "backend_note") == ("decord", "")
+    assert np.array_equal(videos[0].frames, videos[1].frames)
     video = decode(write_clip(tmp_path / "b.mp4", codec="libsvtav1"), 30, decoder="decord")  # which still may fail
     backend, note = facts(video, "backend", "backend_note")
     assert backend == "pyav" and note.startswith("decord: IndexMismatch: its codec is neither")
     assert numbers(video.frames) == list(range(30))
 
 
-def test_a_decoder_that_is_missing_is_replaced_and_named(monkeypatch):
+@pytest.mark.parametrize("name", ["decord", "torchcodec"])
+def test_a_decoder_that_is_missing_is_replaced_and_named(name, monkeypatch):
     """As on a worker without it: its package is not there."""
-    name = "torchcodec"
     for module in [module for module in sys.modules if module.startswith(f"{name}.")]:  # another test has imported it
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
@@ -177,6 +178,7 @@ def test_frames_of_several_sizes_get_the_largest(few, tmp_path):
         (4.0, 4.1, 12, 12),
         (None, 1.0, 1, 3),
         (9.0, None, 27, 30),
+        (9.0, 99.0, 27, 30),
     ],
 )
 def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_its_end(
@@ -187,7 +189,7 @@ def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_i
     assert numbers(video.frames) == expected and video.record["clip_frames"] == len(expected)
     if start_s is not None and end_s is not None:  # as the published reader has it
         assert (max(1, round(start_s * 3)), min(round(end_s * 3), N_FRAMES)) == (first, last)
-    for none in ((11.0, 12.0), (5.0, 4.0), (-1.0, 4.0)):
+    for none in ((11.0, 12.0), (5.0, 4.0), (-1.0, 4.0), (10.5, None)):
         assert fault_of(decode, frames, 8, *none).fault_class == "unsupported"
 
 

@@ -32,9 +32,11 @@ from tests.interpreter import run_python
 from tests.paths import ROOT
 
 NEGATIVE = {"avoid_negative_ts": "disabled", "use_editlist": "1"}
+X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-x265-params", "log-level=none:pools=none", "-pix_fmt")
 # More than 8 bits a sample; H.264 and HEVC state where chroma samples lie.
 DEEP = {
     "h264-10.mp4": ("-c:v", "libx264", "-pix_fmt", "yuv420p10le"),
+    "hevc-10.mp4": (*X265, "yuv420p10le"),
     "av1-10.mkv": ("-c:v", "libsvtav1", "-preset", 12, "-pix_fmt", "yuv420p10le"),
 }
 # Its keyframes are recovery points: a frame is whole only some frames later.
@@ -48,6 +50,12 @@ CLIPS = {
     "closed.mp4": ({"codec": "libx265", "codec_options": {"x265-params": "log-level=none:open-gop=0"}}, ""),
     "open.mkv": ({"codec_options": {"x264-params": "open-gop=1:bframes=3:scenecut=0"}}, "before a keyframe"),
     "av1.mp4": ({"codec": "libsvtav1"}, "neither H.264 nor HEVC"),
+    "mpeg4.avi": ({"codec": "mpeg4"}, "neither"),
+    "mpeg2.ts": ({"codec": "mpeg2video"}, "neither"),
+    "h264.ts": ({}, "neither"),
+    "raw.h264": ({"muxer": "h264"}, "neither"),
+    "paletted.gif": ({"codec": "gif", "pix_fmt": "rgb8"}, "neither"),
+    "ten-bit.mp4": ({"pix_fmt": "yuv420p10le"}, "its pixels"),
     "odd.mp4": ({"size": (33, 17), "pix_fmt": "yuv444p"}, "its pixels"),
     "late.mp4": ({"pts": [1500 + 40 * i for i in range(30)]}, "start at 0"),
 }

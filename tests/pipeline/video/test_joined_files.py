@@ -14,18 +14,26 @@ from tests.builders.decoding import decode, facts
 RATE, COUNT = 25, 48
 GRAIN = ("-vf", "noise=alls=40:allf=t:all_seed=1", "-pix_fmt", "yuv420p", "-g", 12)
 X264_QP, MPEG2_GRAIN = ("-c:v", "libx264", "-qp", 10, *GRAIN), ("-c:v", "mpeg2video", *GRAIN)
+MPEG4_GRAIN = ("-c:v", "mpeg4", *GRAIN)
 JOINED = {
     "a.mp4": X264_QP,
+    "a.mov": MPEG4_GRAIN,
+    "faststart.mp4": (*X264_QP, "-movflags", "faststart"),
+    "a.flv": X264_QP,
     "a.wmv": ("-c:v", "wmv2", *GRAIN),
     "a.mpg": ("-c:v", "mpeg1video", *GRAIN),
+    "a.vob": MPEG2_GRAIN,
     "a.ts": X264_QP,
 }
 LONG_SOUND = {
     "fragments.mp4": (*X264_QP, "-c:a", "aac", "-movflags", "frag_keyframe+empty_moov"),
     "a.mkv": (*X264_QP, "-c:a", "aac"),
+    "a.flv": (*X264_QP, "-c:a", "aac"),
+    "a.avi": (*MPEG4_GRAIN, "-c:a", "pcm_s16le"),
     "mp2.mpg": ("-c:v", "mpeg1video", *GRAIN, "-c:a", "mp2"),
     "pcm.vob": (*MPEG2_GRAIN, "-c:a", "pcm_s16be"),
     "a.ts": (*X264_QP, "-c:a", "mp2"),
+    "a.ogv": ("-c:v", "libtheora", *GRAIN, "-c:a", "libvorbis"),
 }
 
 
@@ -41,7 +49,7 @@ def test_a_second_film_that_ffmpeg_does_not_reach_is_noted(name, tmp_path):
     path = make_clip(tmp_path / name, *JOINED[name], count=COUNT)
     data = second = path.read_bytes()
     assert warnings_of(path) == (0, "")
-    if name == "a.mpg":
+    if name in ("a.mpg", "a.vob"):
         second = data.replace(b"\0\0\1\xe0", b"\0\0\1\xe1")
     if name == "a.ts":  # packets of another size, with the video's first PID for a table
         m2ts = ("-mpegts_m2ts_mode", 1, "-f", "mpegts")
@@ -125,7 +133,7 @@ def test_another_pid_goes_on_with_the_film(codec, goes_on, pids, tmp_path):
     assert_follow_each_other(write_joined(tmp_path, *parts), len(pids))
 
 
-@pytest.mark.parametrize("layout", [192, 204])
+@pytest.mark.parametrize("layout", [188, 192, 204])
 def test_packets_of_every_size_between_other_bytes(layout, tmp_path):
     parts = [record(tmp_path, part, *X264, *pid) for part, pid in enumerate((FIRST, SECOND))]
     front, behind = bytes(4 * (layout == 192)), bytes(16 * (layout == 204))

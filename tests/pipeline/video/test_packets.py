@@ -24,6 +24,7 @@ from tests.builders.decoding import assert_as_shown, decode, facts, fault_of
 
 SIZE = (120, 160)  # x265 has no temporal layers in smaller frames
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
+X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p")
 LAYERS = "keyint=48:temporal-layers=3:bframes=7:log-level=none"
 #: Groups of pictures as encoders make them; the hard ones are those whose frames need what lies outside their group.
 GROUPS = {
@@ -31,6 +32,7 @@ GROUPS = {
     "one-group.mp4": (*X264, "-g", 250, "-bf", 3),
     "open.mp4": (*X264, "-x264-params", "open-gop=1:bframes=3:scenecut=0:keyint=12"),
     "refresh.mp4": (*X264, "-x264-params", "intra-refresh=1:bframes=0:keyint=15"),
+    "hevc-open.mp4": (*X265, "-x265-params", "keyint=12:open-gop=1:bframes=4:log-level=none"),
     "hevc-layers.mp4": ("-c:v", "libx265", "-pix_fmt", "yuv420p", "-x265-params", LAYERS),
     "vp9.webm": ("-c:v", "libvpx-vp9", "-g", 20, "-auto-alt-ref", 1, "-lag-in-frames", 25, "-b:v", "200k"),
     "fields.ts": ("-c:v", "mpeg2video", "-g", 12, "-bf", 2, "-flags", "+ilme+ildct"),
@@ -143,7 +145,9 @@ NOISE = ("-vf", "noise=alls=8:allf=t:all_seed=1")
 HIDDEN = {
     "a.webm": (VP8, None),
     "a.ogv": (VP8, None),
+    "a.avi": (VP8, None),
     "vp9.mkv": (VP9, "vp9_superframe_split"),
+    "vp9.avi": (VP9, "vp9_superframe_split"),
     "profile-3.mkv": (VP9_PROFILE_3, "vp9_superframe_split"),
     "av1.mkv": (AV1, "av1_frame_split"),
 }
@@ -156,7 +160,10 @@ TIMELESS = {
     "packed-skipped.avi": (*SKIPPED, "-c:v", "libxvid", "-q:v", 2, "-bf", 2, "-g", 12),
     "mpeg1.avi": ("-c:v", "mpeg1video", "-q:v", 2, "-bf", 2, "-g", 12),
     "pyramid.avi": (*X264_12, "-x264-params", "b-pyramid=normal:bframes=8:b-adapt=0"),
+    "mpeg2.avi": ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2, "-g", 12),
+    "h264-skipped.avi": (*SKIPPED, *X264_12, "-bf", 2),
     "one-group.h264": (*X264_12, "-g", 1000, "-bf", 3),  # whose order goes beyond the bits that state it
+    "stored-order.h264": (*X264_12, "-bf", 0),
     "scaling.h264": ("-c:v", "libx264", "-pix_fmt", "yuv444p", "-g", 12, "-x264-params", "bframes=2:cqm=jvt"),
     "a.h264": (*X264_12, "-bf", 2, "-r", 50),
     "a.asf": (*X264_12, "-bf", 2),

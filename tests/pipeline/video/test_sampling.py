@@ -81,7 +81,10 @@ def test_a_clip_that_cannot_be_is_named_with_the_duration(start, end, message):
     ("wrong", "message"),
     [
         ({"fps": 1.0}, None),
+        ({"num_frames": None}, None),
+        ({"num_frames": 0}, None),
         ({"num_frames": None, "fps": -1.0}, None),
+        ({"max_frames": 0}, None),
         ({"rule": "nearest"}, "rule must be one of truncate, round-even, got 'nearest'"),
         ({"num_frames": None, "fps": 1.0, "rule": "round-even"}, "round-even applies only to num_frames"),
     ],
@@ -99,6 +102,12 @@ def test_rounded_places_are_those_of_torch(count):
         expected = torch.linspace(0, total - 1, k).round().long().tolist()
         timestamps = np.arange(total) / 25
         assert choose_frames(timestamps, Sampling(num_frames=count, rule="round-even")).tolist() == expected, total
+
+
+def test_rounding_is_of_the_clip_and_differs_from_cutting():
+    cut, rounded = (choose_frames(TS, Sampling(num_frames=32, rule=rule)) for rule in ("truncate", "round-even"))
+    assert len(cut) == len(rounded) == 32 and (cut != rounded).any()
+    assert choose_frames(TS, Sampling(num_frames=4, rule="round-even"), 2.0, 2.11).tolist() == [50, 52]
 
 
 def test_frames_move_to_keyframes_and_never_two_to_one():
@@ -165,9 +174,10 @@ def test_the_least_is_the_checkpoints_own_and_llava_has_none():
         family_of(with_least("tiny-qwen2-5-vl", 0)).min_frames()
 
 
+@pytest.mark.parametrize(("name", "codec"), [("a.mp4", "libx264"), ("a.avi", "mpeg4")])
 @pytest.mark.parametrize("model", ["tiny", *STOCK])
-def test_a_short_clip_gets_the_least(tmp_path, model):
-    path = write_clip(tmp_path / "a.avi", codec="mpeg4", count=50)
+def test_a_short_clip_gets_the_least_in_every_container(tmp_path, name, codec, model):
+    path = write_clip(tmp_path / name, codec=codec, count=50)
     for clip, count in (((1.0, 1.52), 13), ((0.0, 1.0), 25), ((0.0, 1.1), 28), ((None, None), 50)):
         first = round(25 * (clip[0] or 0))
         places = stock_frames(*STOCK[model], count, 25.0, 1.0, 4) if model in STOCK else range(0, min(count, 50), 25)
