@@ -82,6 +82,8 @@ BROKEN = {
         "def make():\n    class Made(Whole): ...\n    return dataclass(frozen=True)(Made)\nMade = make()",
         "locals",
     ),
+    "Import": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    "Raises": ("1 / 0", "ZeroDivisionError"),
 }
 
 

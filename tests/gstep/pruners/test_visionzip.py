@@ -56,6 +56,14 @@ def test_visionzip_qwen_ties_go_to_the_lowest_index() -> None:
     assert equal.index.tolist() == [*range(9), *range(37, 46)]
 
 
+def test_visionzip_qwen_frames_do_not_touch_each_other() -> None:
+    tokens = video(5, 30, 16)
+    whole = gstep.prune(tokens, 0.2, "visionzip", variant="qwen")
+    assert whole.compute_selection_order().tolist() == list(range(len(whole.index)))  # prompts in ascending index
+    alone = [gstep.prune(frame[None], 0.2, "visionzip", variant="qwen") for frame in tokens]
+    assert torch.equal(whole.tokens, torch.cat([pruned.tokens for pruned in alone]))
+
+
 # Recorded from compress_features of the official code (core.py at a85d485) on video(*shape, seed=7).double(): indices,
 # which of the kept rows differ from the token at their index, and the mean of each row.
 def test_visionzip_qwen_keeps_what_the_official_code_keeps() -> None:
