@@ -18,7 +18,7 @@ from gstep.errors import ModelError
 from gstep.generic import gate, processor, reduced
 from gstep.generic.layout import Layout
 from tests.builders.checkpoints import FAMILIES
-from tests.gstep.reading import changed_tensors
+from tests.gstep.reading import changed_json, changed_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +156,14 @@ def test_a_model_that_the_check_finds_wrong_or_cannot_check_is_refused(
     with pytest.raises(ModelError, match=words):
         resolve(folder)
     assert not kept.exists()
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLModel", "Qwen3VLTextModel", "BertModel"])
+def test_a_class_that_writes_no_text_about_videos_is_one_clear_error(folder, name):
+    with changed_json(folder / "config.json") as config:
+        config["architectures"] = [name]
+    with pytest.raises(ModelError, match=r"family fails|sees no videos|cannot import|no features"):
+        resolve(folder)
 
 
 def test_a_batch_that_mixes_up_its_videos_is_noticed(folder, monkeypatch):

@@ -45,6 +45,18 @@ def directions(*degrees: float) -> torch.Tensor:
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
+def test_visionzip_qwen_by_hand() -> None:
+    """Four of eight: two long ones, and the middle of each side. The second frame is the first one backwards."""
+    tokens = torch.tensor([FRAME, FRAME[::-1]])
+    pruned = gstep.prune(tokens, 0.5, "visionzip", variant="qwen", neighbours=2)
+    assert pruned.index.tolist() == [1, 2, 5, 6, *(8 + place for place in (1, 2, 5, 6))]
+    assert pruned.merged is not None
+    assert pruned.merged.tolist() == [False, True, False, True, True, False, True, False]
+    front, back = mean(UP, MIDDLE, DOWN), mean(BACK_UP, BACK, BACK_DOWN)
+    expected = [[0.0, 9.0], front, [10.0, 0.0], back, back, [10.0, 0.0], front, [0.0, 9.0]]
+    assert torch.allclose(pruned.tokens, torch.tensor(expected))
+
+
 def test_visionzip_qwen_ties_go_to_the_lowest_index() -> None:
     """With all five others as neighbours the six are equally dense: the sum of their directions is zero."""
     pruned = gstep.prune(torch.tensor([FRAME]), 0.5, "visionzip", variant="qwen")

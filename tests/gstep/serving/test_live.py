@@ -161,6 +161,12 @@ def test_rows_find_their_places_in_parts_of_any_length():
         assert torch.equal(positions, whole), length
 
 
+def test_rows_without_a_place_are_left_out():
+    positions, columns = torch.arange(6).expand(3, -1), encode_digits(compute_grid_positions(1, 2, 2))
+    for parts, starts, n_computed in (([columns], [], 0), ([columns], [4], 0), ([columns[2:]], [1], 1)):
+        assert torch.equal(update_positions(positions, parts, starts, n_computed), positions)
+
+
 @pytest.mark.parametrize(
     ("arguments", "setting"),
     [
