@@ -89,11 +89,13 @@ FAST, PIXELS = "LlavaOnevisionVideoProcessor", "video_preprocessor_config.json"
     [
         (LLAVA, PIXELS, "size", {"height": 336, "width": 336}, "size"),
         (LLAVA, PIXELS, "do_center_crop", True, "do_center_crop"),
+        (LLAVA, PIXELS, "video_processor_type", "Some", "Some"),
         (LLAVA, "config.json", "vision_feature_layer", [-2, -1], r"vision_feature_layer .* \[-2, -1\]; only a single"),
         (INTERNVL, PIXELS, "size", {"height": 384, "width": 384}, "384 x 384, does not fit the vision tower of 224"),
         (INTERNVL, PIXELS, "video_processor_type", "Other", "'Other', which is not implemented"),
         (INTERNVL, "config.json", "vision_feature_layer", -2, "vision_feature_layer=-2"),
         *((name, None, "patch_size", 7, "patch_size=7 does not fit") for name in QWEN),
+        *((name, None, "merge_size", 4, "merge_size=4 does not fit") for name in QWEN),
         *((name, None, "video_processor_type", FAST, FAST) for name in QWEN),
     ],
 )

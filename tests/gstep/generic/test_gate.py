@@ -107,6 +107,12 @@ def drop_last_level(levels, layout):
     return WRAP([*others, [torch.zeros_like(rows) for rows in last]], layout)
 
 
+def swap_rows(levels, layout):
+    """Wrap features with two rows of the tokens swapped."""
+    tokens, *others = levels
+    return WRAP([[torch.cat([rows[1:2], rows[:1], rows[2:]]) for rows in tokens], *others], layout)
+
+
 def scale_rows(levels, layout):
     """Wrap features 5 % too large."""
     return WRAP([[rows * 1.05 for rows in level] for level in levels], layout)
@@ -139,7 +145,7 @@ ANOTHER = r"from cached tokens, all kept, Qwen3VLForConditionalGeneration .* ano
 @pytest.mark.parametrize(
     ("module", "step", "wrong", "words"),
     [
-        *((gate, "wrap_features", wrap, ANOTHER) for wrap in (drop_last_level, scale_rows)),
+        *((gate, "wrap_features", wrap, ANOTHER) for wrap in (swap_rows, drop_last_level, scale_rows)),
         (gate, "compute_prompt_positions", shift_positions, "another result than from the video"),
         (gate, "encode_record", change_times, "makes other input_ids of its record than of the video"),
         (gate, "count_steps", lambda *_: 8, "of 8 frames 2 are encoded together, which makes 4 steps of time"),
