@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import av
@@ -14,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, LanguageModel, Prompt, Visual, load_language_model, prompt_builder
+from gstep.language.weights import list_end_ids
 from gstep.types import VisualTokens
 from tests.builders.clips import sample
 
@@ -138,6 +140,14 @@ def stock_inputs(name: str, prompt: Prompt, *videos: Encoded) -> dict[str, Tenso
     if "qwen" in name:
         inputs["mm_token_type_ids"] = (ids == stock(name).config.video_token_id).int() * 2
     return inputs
+
+
+def stock_greedy(name, inputs, n=GREEDY.max_new_tokens, **more):
+    """The ids the stock model generates, without the token that ends them."""
+    with torch.no_grad():
+        output = stock(name).generate(**inputs, do_sample=False, max_new_tokens=n, **more)
+    ends, ids = list_end_ids(stock(name).generation_config), output[0, inputs["input_ids"].shape[1] :].tolist()
+    return tuple(takewhile(lambda token: token not in ends, ids))
 
 
 def visual_of(encoded: VisualTokens, index: Tensor | None = None, dtype=torch.float32, newline=None, **extra) -> Visual:

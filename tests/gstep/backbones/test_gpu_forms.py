@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers.vision_utils import get_vision_window_index
 
-from gstep.backbones import ModelSource, Runtime, family_of
-from gstep.backbones.gpu_forms import FusedSteps, optimize_qwen
+from gstep.backbones import ModelSource, Runtime, family_of, gpu_forms
+from gstep.backbones.gpu_forms import FusedSteps, attend_in_pieces, optimize_qwen
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, MERGED, QWEN, asked_of, frames_for, load_stock
 from tests.gstep.synthetic import needs_cuda
 
@@ -78,6 +78,27 @@ def test_a_gated_mlp_is_padded_once():
         assert len(mlp.gate_proj.weight) == -(-width // 128) * 128 > width
         x = torch.randn(7, mlp.gate_proj.weight.shape[1], generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(mlp(x), stock.blocks[0].mlp(x), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [
+        ("cpu", torch.float32, 1e-5),
+        pytest.param("cuda", torch.float32, 2e-2, marks=needs_cuda),
+        pytest.param("cuda", torch.bfloat16, 2e-2, marks=needs_cuda),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [4, 2, 4, 1, 2], [4, 2, 64, 1, 2]])
+def test_pieces_attend_to_themselves(lengths, device, dtype, tolerance):
+    """With heads as wide as in the published towers, which not every kernel of attention takes."""
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(sum(lengths), 3, 2, 80, generator=generator).to(device, dtype).unbind(1)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    split = zip(*(part.split(lengths) for part in parts), strict=True)
+    alone = torch.cat([gpu_forms._attend_batch(q[None], k[None], v[None])[0] for q, k, v in split])
+    found = attend_in_pieces(*parts, bounds, max(lengths))
+    torch.testing.assert_close(found.float(), alone.float(), atol=tolerance, rtol=tolerance)
 
 
 @needs_cuda

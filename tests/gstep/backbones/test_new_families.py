@@ -89,11 +89,13 @@ FAST, PIXELS = "LlavaOnevisionVideoProcessor", "video_preprocessor_config.json"
     [
         (LLAVA, PIXELS, "size", {"height": 336, "width": 336}, "size"),
         (LLAVA, PIXELS, "do_center_crop", True, "do_center_crop"),
+        (LLAVA, PIXELS, "video_processor_type", "Some", "Some"),
         (LLAVA, "config.json", "vision_feature_layer", [-2, -1], r"vision_feature_layer .* \[-2, -1\]; only a single"),
         (INTERNVL, PIXELS, "size", {"height": 384, "width": 384}, "384 x 384, does not fit the vision tower of 224"),
         (INTERNVL, PIXELS, "video_processor_type", "Other", "'Other', which is not implemented"),
         (INTERNVL, "config.json", "vision_feature_layer", -2, "vision_feature_layer=-2"),
         *((name, None, "patch_size", 7, "patch_size=7 does not fit") for name in QWEN),
+        *((name, None, "merge_size", 4, "merge_size=4 does not fit") for name in QWEN),
         *((name, None, "video_processor_type", FAST, FAST) for name in QWEN),
     ],
 )
@@ -182,6 +184,24 @@ def test_every_layout_of_keys_gives_the_same_tokens(source, folder, frames):
         family = family_of(ModelSource.resolve(folder))
         assert torch.equal(family.load(FLOAT32).encode(frames).tokens.flatten(0, 1), expected)
         assert torch.equal(family.static().newline, family_of(source).static().newline)
+
+
+@pytest.mark.parametrize(("part", "shard_size"), [("whole", "200KB"), ("without the head", "1GB")])
+def test_what_save_pretrained_writes_loads(source, folder, frames, part, shard_size):
+    stock = LlavaOnevisionForConditionalGeneration.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    (stock if part == "whole" else stock.model).save_pretrained(folder, max_shard_size=shard_size)
+    other = ModelSource.resolve(folder)
+    assert (len(other.weight_files) > 1) == (shard_size == "200KB")
+    tokens = family_of(other).load(FLOAT32).encode(frames).tokens
+    assert torch.equal(tokens.flatten(0, 1), *stock_features(source, frames, torch.float32, at_once=1))
+
+
+def test_what_a_preprocessor_file_leaves_out_is_the_class_default(folder):
+    (folder / PIXELS).write_text(json.dumps({"image_mean": None}))
+    preprocessor = family_of(ModelSource.resolve(folder)).preprocessor()
+    assert preprocessor.image_mean == (0.48145466, 0.4578275, 0.40821073)
+    assert preprocessor.target_size(32, 1080, 1920) == (384, 384)
 
 
 def test_a_checkpoint_without_newline_is_refused(folder):

@@ -5,12 +5,16 @@ import json
 import numpy as np
 import pytest
 import torch
+from transformers.vision_utils import get_vision_window_index
 
 from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
 from gstep.backbones.positions import PositionFaults, count_position_faults
+from gstep.backbones.runtime import build_empty_model
+from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
 from gstep.language import Visual, prompt_builder
 from tests.gstep.backbones.encoders import FLOAT32, QWEN, frames_for, load_stock
+from tests.gstep.hub_configs import LLMS, PREPROCESSOR
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
 
 #: What a video of five frames, as large as 16 x 9 tokens, has in either family.
@@ -95,6 +99,37 @@ def test_every_spelling_of_the_pixel_bounds_of_qwen2_5(folder, settings, bounds)
         content.update(settings)
     preprocessor = family_of(ModelSource.resolve(folder)).preprocessor()
     assert (preprocessor.min_pixels, preprocessor.max_pixels) == bounds
+
+
+@pytest.mark.parametrize(
+    ("size", "millions", "frame", "tokens"),
+    [
+        ("Qwen2.5-VL-7B", 677, (1092, 1932), 17 * 26 * 46),  # the size of each frame by itself
+        ("Qwen3-VL-8B", 576, (640, 1152), 17 * 20 * 36),  # of all frames together, which shrinks them
+    ],
+)
+def test_published_models_are_known_by_their_configs(size, millions, frame, tokens):
+    config, hidden = LLMS[size], LLMS[size]["vision_config"]["out_hidden_size"]
+    settings = PREPROCESSOR[config["model_type"]]
+    source = ModelSource(size, "none", CheckpointFiles("folder", "/none"), (), config["model_type"], config, settings)
+    family, levels = family_of(source), 3 if size == "Qwen3-VL-8B" else 0
+    static = family.static()
+    assert (static.hidden_size, static.newline, static.deepstack_levels) == (hidden, None, levels)
+    assert family.preprocessor().target_size(32, 1080, 1920) == frame
+    height, width = family.preprocessor().target_size(33, 720, 1280)
+    assert family.token_counts(33, height, width) == (17, tokens // 17)
+    assert family.token_bytes(33, height, width) == tokens * hidden * 2 * (1 + levels)
+    tower = build_empty_model(source.parse_stock_config().vision_config, Runtime("cpu", torch.bfloat16, "sdpa"))
+    assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in tower.parameters())
+    assert round(sum(parameter.numel() for parameter in tower.parameters()) / 1e6) == millions
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
+def test_windows_are_in_the_order_of_the_stock_tower(source):
+    backbone = family_of(source).load(FLOAT32)
+    for rows, columns in ((4, 4), (5, 4), (8, 8), (9, 16), (3, 2), (1, 13)):
+        expected, _ = get_vision_window_index(torch.tensor([[1, 2 * rows, 2 * columns]]), 2, 112, 14)
+        assert torch.equal(backbone.family.tower_order(rows, columns, backbone.model.config), expected)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])

@@ -104,7 +104,7 @@ def test_a_setting_of_a_wrong_type_is_refused_by_name(folder, filename, keys, va
         read_generation_config(source, prompt_builder(source).config)
 
 
-@pytest.mark.parametrize("value", [5, None, "", "x.bin", "../x.safetensors", "/x.safetensors"])
+@pytest.mark.parametrize("value", [5, None, "", "..", "x.bin", "../x.safetensors", "/x.safetensors"])
 def test_an_index_that_names_no_files_beside_it_is_refused(sharded, value):
     with changed_json(sharded / INDEX) as content:
         content["weight_map"]["image_newline"] = value

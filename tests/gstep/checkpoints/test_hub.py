@@ -21,6 +21,7 @@ from tests.builders import stores
 from tests.gstep.checkpoints.conftest import COMMIT
 from tests.gstep.llms import FAMILIES
 from tests.gstep.reading import changed_json, decode_newline
+from tests.interpreter import run_python
 
 REPO = "some-owner/tiny-llava"
 
@@ -162,6 +163,14 @@ def test_a_hub_id_resolves_offline_to_its_commit(offline_hub, folder):
     for model, revision in (("some-owner/never-downloaded", None), (REPO, "v2")):
         with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE is set.*pass the folder"):
             ModelSource.resolve(model, revision)
+
+
+def test_hf_home_and_hf_hub_offline_are_honoured(tmp_path, folder):
+    put_in_hub_cache(tmp_path / "home" / "hub", folder)
+    code = f"from gstep.backbones import ModelSource; print(ModelSource.resolve({REPO!r}).identity)"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_"))}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    assert run_python("-c", code, env=environment, check=True).stdout.strip() == f"hub:{REPO}@{COMMIT}"
 
 
 def test_a_hub_whose_name_is_unknown_here_is_not_tried_again_and_again(hub_cache, folder, monkeypatch, caplog):

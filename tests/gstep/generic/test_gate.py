@@ -18,7 +18,7 @@ from gstep.errors import ModelError
 from gstep.generic import gate, processor, reduced
 from gstep.generic.layout import Layout
 from tests.builders.checkpoints import FAMILIES
-from tests.gstep.reading import changed_tensors
+from tests.gstep.reading import changed_json, changed_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,12 @@ def drop_last_level(levels, layout):
     return WRAP([*others, [torch.zeros_like(rows) for rows in last]], layout)
 
 
+def swap_rows(levels, layout):
+    """Wrap features with two rows of the tokens swapped."""
+    tokens, *others = levels
+    return WRAP([[torch.cat([rows[1:2], rows[:1], rows[2:]]) for rows in tokens], *others], layout)
+
+
 def scale_rows(levels, layout):
     """Wrap features 5 % too large."""
     return WRAP([[rows * 1.05 for rows in level] for level in levels], layout)
@@ -139,7 +145,7 @@ ANOTHER = r"from cached tokens, all kept, Qwen3VLForConditionalGeneration .* ano
 @pytest.mark.parametrize(
     ("module", "step", "wrong", "words"),
     [
-        *((gate, "wrap_features", wrap, ANOTHER) for wrap in (drop_last_level, scale_rows)),
+        *((gate, "wrap_features", wrap, ANOTHER) for wrap in (swap_rows, drop_last_level, scale_rows)),
         (gate, "compute_prompt_positions", shift_positions, "another result than from the video"),
         (gate, "encode_record", change_times, "makes other input_ids of its record than of the video"),
         (gate, "count_steps", lambda *_: 8, "of 8 frames 2 are encoded together, which makes 4 steps of time"),
@@ -156,6 +162,14 @@ def test_a_model_that_the_check_finds_wrong_or_cannot_check_is_refused(
     with pytest.raises(ModelError, match=words):
         resolve(folder)
     assert not kept.exists()
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLModel", "Qwen3VLTextModel", "BertModel"])
+def test_a_class_that_writes_no_text_about_videos_is_one_clear_error(folder, name):
+    with changed_json(folder / "config.json") as config:
+        config["architectures"] = [name]
+    with pytest.raises(ModelError, match=r"family fails|sees no videos|cannot import|no features"):
+        resolve(folder)
 
 
 def test_a_batch_that_mixes_up_its_videos_is_noticed(folder, monkeypatch):

@@ -255,6 +255,11 @@ def test_the_tiles_of_an_image_are_no_video(live):
     ("options", "message"),
     [
         ({"num_beams": 2}, "num_beams=2 does not go with gstep.pruning"),
+        ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences=3"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens does not go"),
+        ({"position_ids": torch.zeros(1, 1)}, "position_ids does not go"),
+        ({"guidance_scale": 2.0}, "guidance_scale does not go"),
+        ({"prefill_chunk_size": 8}, "prefill_chunk_size does not go"),
         ({"generation_config": "beams"}, "num_beams=4"),
         ({"use_cache": False}, "use_cache=False"),
         ({"assistant_model": "any"}, "assistant_model does not go"),

@@ -18,7 +18,7 @@ from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.language import prompt_builder
 from tests.gstep.language.prompts import GRID, PER_FRAME, QWEN, builder, text_of, video
-from tests.gstep.llms import FAMILIES, encode, llm, stock, stock_inputs
+from tests.gstep.llms import FAMILIES, GREEDY, encode, ids_of, llm, stock, stock_greedy, stock_inputs
 from tests.gstep.stock import stock_video_text
 
 TOKENS = {"tiny": "<video>", "tiny-internvl": "<video>"}
@@ -100,6 +100,25 @@ def test_with_all_tokens_the_logits_of_a_conversation_are_those_of_the_stock_mod
     assert (logits - expected).abs().max() < 5e-5  # as of single questions
 
 
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen2-5-vl"])
+def test_replies_of_a_conversation_are_those_of_the_stock_model_on_pixels(name, messages):
+    clips = ("bikes.mp4", "carphone_pristine.mp4")[: 1 + (messages is BOTH)]
+    videos = [encode(name, clip, n_frames=2) for clip in clips]
+    prompt = prompt_builder(ModelSource.resolve(name)).build_chat(messages, [one.visual for one in videos])
+    (answer,) = llm(name).generate([prompt], [GREEDY])
+    assert answer.token_ids == stock_greedy(name, stock_inputs(name, prompt, *videos))
+
+
+def test_a_conversation_shares_its_video_with_others_that_begin_alike():
+    """Questions that follow the same turns go through the model together, and say what each says alone."""
+    visual = encode("tiny", n_frames=2).visual
+    prompts = [builder("tiny").build_chat([*FIRST[:2], turn("user", words)], [visual]) for words in ("What?", "Why?")]
+    together = ids_of(llm("tiny").generate(prompts, [GREEDY] * 2))
+    assert together == [llm("tiny").generate([p], [GREEDY])[0].token_ids for p in prompts]
+    assert together[0] != together[1]
+
+
 @pytest.mark.parametrize("name", ["tiny"], scope="module")
 @pytest.mark.parametrize(
     ("template", "words"),
@@ -165,6 +184,15 @@ def test_positions_of_all_tokens_are_those_of_the_stock_model(name):
         assert torch.equal(prompt.positions, stock_positions(name, prompt, videos)), (n_frames, seconds)
 
 
+@pytest.mark.parametrize("name", QWEN)
+def test_positions_of_several_turns_are_those_of_the_stock_model(name):
+    clips = [video(name, 5), video(name, 2, seconds=0.4, grid=(10, 6))]
+    prompt = builder(name).build_chat(BOTH, clips)
+    assert torch.equal(prompt.positions, stock_positions(name, prompt, clips))
+    (first, second) = prompt.spans
+    assert first[1] < second[0]  # the reply stands between the two
+
+
 def old_positions(prompt, video_token, video, whole_seconds):
     """As get_rope_index of transformers 4.57 has it for Qwen2.5-VL, and vLLM, which multiplies in float64.
 
@@ -228,6 +256,15 @@ def test_stock_times_are_those_of_the_stock_processor():
         written = stock_video_text(metadata, (clip.n_frames, *GRID))
         told = f"<|im_start|>user\n<|vision_start|>{written}<|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n"
         assert stock_times.tokenizer.decode(prompt.input_ids) == told, (indices, fps)
+
+
+def test_true_times_come_from_the_cache_under_every_rule():
+    clip = sampled([0, 50, 99], 10.0)
+    for rule in ("transformers-5", "transformers-4.57", "vllm"):
+        makers = [builder(QWEN[1], None, rule, times) for times in ("true", "stock")]
+        true, other = (text_of(QWEN[1], maker.build("Why?", [clip])) for maker in makers)
+        assert "<0.2 seconds>" in true and "<1.6 seconds>" in true
+        assert other == true.replace("<0.2 seconds>", "<2.5 seconds>").replace("<1.6 seconds>", "<9.9 seconds>")
 
 
 @pytest.mark.parametrize(("indices", "fps"), [((), 25.0), ([0, 1], None), ([0, 1, 2], 25.0), ([0, 1], 0.0)])

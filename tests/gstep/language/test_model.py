@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
+import random
 import re
 from contextlib import contextmanager
-from itertools import takewhile
 
 import pytest
 import torch
@@ -12,11 +12,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, choose_runtime
+from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
 from gstep.language import Decoding, LanguageModel, load_language_model, prompt_builder
-from gstep.language.batch import Batch, encoder_outputs, group_by_cost
+from gstep.language.batch import MASK_ELEMENTS, PADDED_TOKENS, Batch, encoder_outputs, group_by_cost
 from gstep.language.types import read_placeholder
-from gstep.language.weights import InputEmbeddings, list_end_ids
+from gstep.language.weights import InputEmbeddings, build_without_vision
+from tests.gstep.hub_configs import LLMS
 from tests.gstep.llms import (
     FAMILIES,
     FLOAT32,
@@ -29,20 +31,13 @@ from tests.gstep.llms import (
     kept_index,
     llm,
     stock,
+    stock_greedy,
     stock_inputs,
 )
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
 
 LENGTHS = [Decoding(max_new_tokens=n) for n in (12, 3, 12, 7)]
 CHOICES = [["A", "B"], ["a white car", "yes", "two people who talk"], ["no"], ["the first", "the second"]]
-
-
-def stock_greedy(name, inputs, n=GREEDY.max_new_tokens, **more):
-    """The ids the stock model generates, without the token that ends them."""
-    with torch.no_grad():
-        output = stock(name).generate(**inputs, do_sample=False, max_new_tokens=n, **more)
-    ends, ids = list_end_ids(stock(name).generation_config), output[0, inputs["input_ids"].shape[1] :].tolist()
-    return tuple(takewhile(lambda token: token not in ends, ids))
 
 
 @pytest.mark.parametrize("name", FAMILIES, scope="module")
@@ -287,6 +282,25 @@ def test_batches_are_made_by_what_they_cost(lengths, queries, batches):
     assert group_by_cost(lengths, lengths if queries is None else queries, 8) == batches
 
 
+def masked_elements(lengths, queries):
+    same = len(set(lengths)) == 1 and lengths == queries
+    return 0 if len(lengths) == 1 or same else len(lengths) * max(lengths) * max(queries)
+
+
+def test_no_batch_of_several_rows_costs_more_than_it_may():
+    draw = random.Random(0)
+    for _ in range(100):
+        lengths = [draw.choice([50, 300, 5000, 30_000]) + draw.randrange(3) for _ in range(draw.randrange(1, 30))]
+        queries = [draw.randrange(1, length + 1) for length in lengths]
+        planned = group_by_cost(lengths, queries, 8)
+        assert sorted(row for batch in planned for row in batch) == list(range(len(lengths)))
+        for batch in planned:
+            rows = [lengths[i] for i in batch]
+            assert len(batch) <= 8
+            assert len(batch) == 1 or len(rows) * max(rows) <= PADDED_TOKENS
+            assert masked_elements(rows, [queries[i] for i in batch]) <= MASK_ELEMENTS
+
+
 @pytest.mark.parametrize("name", FAMILIES, scope="module")
 def test_nothing_of_the_vision_part_is_read_or_held(name, source, monkeypatch):
     read = count_reading(monkeypatch)
@@ -311,6 +325,9 @@ def test_what_save_pretrained_writes_and_keys_as_they_are_in_memory_load(name, f
     state = {key: value.contiguous() for key, value in stock(name).state_dict().items()}
     save_file(state, folder / "model.safetensors")
     assert torch.equal(prompt_logits(ModelSource.resolve(folder), name, video), expected)
+    if name.endswith("-moe"):
+        experts = {value.shape for key, value in state.items() if key.endswith("experts.gate_up_proj")}
+        assert experts == {(4, 96, 64)}  # not as published: transposed experts have another shape
     (folder / "model.safetensors").unlink()
     stock(name).save_pretrained(folder, max_shard_size="300KB")
     saved = ModelSource.resolve(folder)
@@ -363,3 +380,12 @@ def test_a_library_that_would_ignore_cached_tokens_is_refused(name, source, monk
     monkeypatch.setattr(type(llm(name).model), "forward", older)
     with pytest.raises(ModelError, match=r"takes no cached tokens: pip install 'transformers>=5\.18"):
         load_language_model(source, FLOAT32)
+
+
+@pytest.mark.parametrize(("size", "millions"), [*zip(LLMS, (7616, 7615, 8191), strict=True)])
+def test_published_models_are_known_by_their_configs(size, millions):
+    config = LLMS[size]
+    source = ModelSource(size, "none", CheckpointFiles("folder", "/none"), (), config["model_type"], config, {})
+    model = build_without_vision(source.parse_stock_config(), choose_runtime("cpu", "bfloat16", "sdpa"))
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions and model.lm_head is not None

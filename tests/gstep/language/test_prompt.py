@@ -316,3 +316,4 @@ def test_the_temperature_divides_the_logits_from_greedy_to_any_heat():
 def test_only_the_likeliest_that_make_up_top_p_are_drawn(top_p, kept):
     logits = torch.tensor([0.2, 0.4, 0.3, 0.1]).log().tolist()
     assert drawn(logits, temperature=1.0, top_p=top_p) == kept
+    assert drawn(logits, temperature=1.0, top_k=len(kept)) == kept

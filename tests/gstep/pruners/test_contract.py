@@ -76,6 +76,19 @@ def check_contract(method: str, params: dict[str, Any], tokens: torch.Tensor) ->
     assert all(torch.equal(before[name], value) for name, value in {"tokens": tokens, **evidence}.items())
 
 
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_a_ratio_is_its_budget_and_a_budget_its_share_of_the_tokens(method: str, params: dict[str, Any]) -> None:
+    tokens = video(5, 13, 8)
+    for ratio in (0.001, 0.15, 0.25, 1.0):
+        kept = 1.0 if method == "none" else ratio
+        pruned = prune(tokens, ratio, method, **params)
+        assert_contract(pruned, tokens, method, max(1, int(kept * 65 + 1e-9)))
+        assert pruned.retention_ratio == kept
+    if method != "none":
+        tokens = video(8, 16, 32)
+        assert_same(prune(tokens, method=method, budget=32, **params), prune(tokens, 0.25, method, **params))
+
+
 @pytest.mark.parametrize(("method", "params"), SEEDED)
 def test_only_what_is_seeded_follows_the_seed(method: str, params: dict[str, Any]) -> None:
     """Of tokens that are all as far from each other, a draw alone can decide."""
@@ -99,7 +112,10 @@ def test_gradients_strides_settings_of_torch_and_others_evidence_do_not_matter(
             assert not pruned.tokens.requires_grad
             assert_same(pruned, expected)
     with defaults(torch.float64, "meta"):  # on which nothing holds values
-        assert_same(prune(tokens, method=method, **params), expected)
+        pruned = prune(tokens, method=method, **params)
+        positions = pruned.compute_selection_order()
+    assert_same(pruned, expected)
+    assert torch.equal(positions, expected.compute_selection_order())
     with torch.inference_mode():
         assert_same(prune(tokens.clone(), method=method, **params), expected)
     evidence: dict[str, Any] = {**evidence_for(gstep.make_pruner(method, **params), tokens), "mine": "anything"}

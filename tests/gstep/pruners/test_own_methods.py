@@ -82,6 +82,8 @@ BROKEN = {
         "def make():\n    class Made(Whole): ...\n    return dataclass(frozen=True)(Made)\nMade = make()",
         "locals",
     ),
+    "Import": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    "Raises": ("1 / 0", "ZeroDivisionError"),
 }
 
 
@@ -151,6 +153,15 @@ def test_only_an_inexact_method_may_keep_another_number() -> None:
         gstep.prune(video(2, 6, 4), 0.25, Wrong(returned=two))
     with pytest.raises(RuntimeError, match=r"index as a tensor \[1\]; got \[0\]"):
         gstep.prune(video(2, 6, 4), 0.25, WrongInNumber(returned=Selection(THREE[:0])))
+
+
+def test_merged_tokens_follow_their_index() -> None:
+    tokens, index = video(2, 6, 4), torch.tensor([7, 1, 4])
+    rows = tokens.flatten(0, 1)[index] * torch.tensor([[2.0], [1.0], [1.0]])
+    merged = torch.tensor([True, False, False])
+    pruned = gstep.prune(tokens, 0.25, Wrong(returned=Selection(index, tokens=rows, merged=merged)))
+    assert pruned.index.tolist() == [1, 4, 7] and torch.equal(pruned.tokens, rows[[1, 2, 0]])
+    assert pruned.merged is not None and pruned.merged.tolist() == [False, False, True]
 
 
 def test_objects_of_what_is_no_method_are_refused() -> None:

@@ -9,6 +9,7 @@ import torch
 import gstep
 from gstep.pruners.fastvid import choose_tokens
 from gstep.pruners.flashvid import pick_diverse
+from gstep.pruners.holitom import choose_windows
 from gstep.pruners.segments import compute_scaled_distances, score_density_peaks
 from gstep.pruners.sinks import compute_sink_scores, find_sinks, move_off_sinks
 from gstep.pruners.vectors import normalize_rows
@@ -134,8 +135,31 @@ def test_flashvid_weighs_by_what_is_left_of_the_attention_in_each_segment() -> N
     assert pruned.index.tolist() == expected.flatten().nonzero().flatten().tolist()
 
 
-def test_holitom_takes_more_tokens_for_static_where_they_are_sinks() -> None:
+def test_holitom_takes_sinks_for_static_but_plans_without_them() -> None:
     tokens = video(1, 10, 8).repeat(4, 1, 1) + 0.35 * video(4, 10, 8, seed=1)
-    evidence = {"token_attention": attended(4, 10, [0, 1, 2, 3]), "noise": torch.zeros(40)}
-    plain, less = (gstep.prune(tokens, 0.5, "holitom", evidence=evidence, mu_t=mu_t) for mu_t in (0.0, 0.3))
-    assert less.n_kept < plain.n_kept
+    attention = attended(4, 10, [0, 1, 2, 3])
+    direction = normalize_rows(tokens)
+    similarity = (direction[:-1] * direction[1:]).sum(dim=-1)
+    windows, saved = choose_windows(similarity > 0.8, 1024)
+    score = torch.tensor(plain_scores(attention), dtype=torch.float64)
+    share = min(1.0, 0.5 / ((40 - saved) / 40))
+    expected = []
+    for start, end in windows:
+        near = similarity[start : end - 1] + 0.3 * score > 0.8
+        static = [n for n in range(10) if end - start > 1 and near[:, n].all()]
+        moving = [n for n in range(10) if n not in static]
+        for t in range(start, end):
+            value = {n: float(attention[t, n] - 0.1 * score[n]) for n in moving}
+            n_kept = int(np.ceil(len(moving) * share))
+            expected += [10 * t + n for n in sorted(moving, key=value.__getitem__)[len(moving) - n_kept :]]
+        n_static = max(round(len(static) * share), 0 if moving else 1)
+        if n_static:
+            mean = tokens[start:end, static].mean(dim=0)
+            peak = score_density_peaks(compute_scaled_distances(mean), torch.zeros(len(static)), min(7, n_static))
+            best = (peak - 0.3 * score[static]).topk(n_static).indices.tolist()
+            expected += [10 * start + static[place] for place in best]
+    evidence = {"token_attention": attention, "noise": torch.zeros(40)}
+    plain = gstep.prune(tokens, 0.5, "holitom", evidence=evidence)
+    pruned = gstep.prune(tokens, 0.5, "holitom", evidence=evidence, mu_s=0.1, mu_t=0.3)
+    assert pruned.index.tolist() == sorted(expected)
+    assert pruned.n_kept < plain.n_kept

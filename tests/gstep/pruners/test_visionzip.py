@@ -45,6 +45,18 @@ def directions(*degrees: float) -> torch.Tensor:
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
+def test_visionzip_qwen_by_hand() -> None:
+    """Four of eight: two long ones, and the middle of each side. The second frame is the first one backwards."""
+    tokens = torch.tensor([FRAME, FRAME[::-1]])
+    pruned = gstep.prune(tokens, 0.5, "visionzip", variant="qwen", neighbours=2)
+    assert pruned.index.tolist() == [1, 2, 5, 6, *(8 + place for place in (1, 2, 5, 6))]
+    assert pruned.merged is not None
+    assert pruned.merged.tolist() == [False, True, False, True, True, False, True, False]
+    front, back = mean(UP, MIDDLE, DOWN), mean(BACK_UP, BACK, BACK_DOWN)
+    expected = [[0.0, 9.0], front, [10.0, 0.0], back, back, [10.0, 0.0], front, [0.0, 9.0]]
+    assert torch.allclose(pruned.tokens, torch.tensor(expected))
+
+
 def test_visionzip_qwen_ties_go_to_the_lowest_index() -> None:
     """With all five others as neighbours the six are equally dense: the sum of their directions is zero."""
     pruned = gstep.prune(torch.tensor([FRAME]), 0.5, "visionzip", variant="qwen")
@@ -54,6 +66,14 @@ def test_visionzip_qwen_ties_go_to_the_lowest_index() -> None:
     assert torch.allclose(pruned.tokens, torch.tensor(expected))
     equal = gstep.prune(video(1, 1, 8).expand(2, 37, 8), 0.25, "visionzip", variant="qwen")
     assert equal.index.tolist() == [*range(9), *range(37, 46)]
+
+
+def test_visionzip_qwen_frames_do_not_touch_each_other() -> None:
+    tokens = video(5, 30, 16)
+    whole = gstep.prune(tokens, 0.2, "visionzip", variant="qwen")
+    assert whole.compute_selection_order().tolist() == list(range(len(whole.index)))  # prompts in ascending index
+    alone = [gstep.prune(frame[None], 0.2, "visionzip", variant="qwen") for frame in tokens]
+    assert torch.equal(whole.tokens, torch.cat([pruned.tokens for pruned in alone]))
 
 
 # Recorded from compress_features of the official code (core.py at a85d485) on video(*shape, seed=7).double(): indices,

@@ -25,6 +25,9 @@ def put(target: Any, name: str, value: Any) -> Callable[[], None]:
 SETTINGS: dict[str, list[Callable[[], None]]] = {
     "nothing": [],
     **{name: [partial(torch.set_float32_matmul_precision, name)] for name in ("high", "medium", "highest")},
+    "allow_tf32": [put(CUDA, "allow_tf32", True)],
+    "GPU": [put(CUDA, "fp32_precision", "tf32")],
+    "CPU": [put(CPU, "fp32_precision", "bf16")],
     "both": [put(CUDA, "fp32_precision", "tf32"), put(CPU, "fp32_precision", "tf32")],
     "all": [put(ALL, "fp32_precision", "tf32")],
     "old and new": [partial(torch.set_float32_matmul_precision, "medium"), put(CPU, "fp32_precision", "tf32")],

@@ -61,9 +61,10 @@ def test_other_methods_and_wrong_names_are_refused_for_what_they_are(method, why
     ("source", "words"),
     [
         (ModelSource.resolve("tiny"), "vLLM has no pruning for .*serve the cache"),
+        (ModelSource.resolve("tiny-internvl"), "vLLM has no pruning for .*serve the cache"),
         (SimpleNamespace(name="m", model_type="qwen3_vl", family="generic"), "for qwen3_vl by the family generic"),
     ],
-    ids=["llava", "generic"],
+    ids=["llava", "internvl", "generic"],
 )
 def test_models_that_vllm_does_not_prune_are_refused(source, words):
     with pytest.raises(ModelError, match=words):
@@ -161,10 +162,17 @@ def test_rows_find_their_places_in_parts_of_any_length():
         assert torch.equal(positions, whole), length
 
 
+def test_rows_without_a_place_are_left_out():
+    positions, columns = torch.arange(6).expand(3, -1), encode_digits(compute_grid_positions(1, 2, 2))
+    for parts, starts, n_computed in (([columns], [], 0), ([columns], [4], 0), ([columns[2:]], [1], 1)):
+        assert torch.equal(update_positions(positions, parts, starts, n_computed), positions)
+
+
 @pytest.mark.parametrize(
     ("arguments", "setting"),
     [
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "kv_transfer_config"),
+        ({"kv_transfer_config": "LMCache"}, "kv_transfer_config"),
         ({"ec_transfer_config": {"ec_connector": "ECExampleConnector"}}, "ec_transfer_config"),
         ({"ec_transfer_config": SimpleNamespace(ec_connector="ECMooncakeConnector")}, "ec_transfer_config"),
         ({"kv_offloading_size": 4}, "kv_offloading_size"),

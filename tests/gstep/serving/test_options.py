@@ -50,9 +50,11 @@ OLD_CPU = {"architecture": "x86_64", "avx512_bw": False, "avx512_vnni": False, "
     ("method", "cpu", "lacks"),
     [
         ("compressed-tensors", {}, "VNNI"),
+        ("compressed-tensors", {"avx512_bw": True}, "VNNI"),
         ("compressed-tensors", {"avx512_bw": True, "avx512_vnni": True}, None),
         ("compressed-tensors", {"avx_vnni": True}, None),
         ("awq", {"avx_vnni": True}, "AVX-512"),
+        ("awq", {"avx512_bw": True}, None),
         ("gptq", {}, "AVX-512"),
         ("awq", {"architecture": "aarch64"}, None),
         ("fp8", {}, None),

@@ -132,6 +132,21 @@ def test_the_lazy_form_serves_where_the_distances_do_not_fit(error: Exception, m
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_zero_tokens_and_no_density(form: str) -> None:
+    zeros, tokens = torch.zeros(17, dtype=torch.float64), grid(17, 3, 1, 0).float()
+    tokens[[4, 10]] = 0
+    assert select(form, torch.zeros(17, 8), zeros, 17) == list(range(17))
+    assert_as_plain(form, tokens, levels(17, 0), 17, alpha=1.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n_tokens", "budget"), [(1, 1), (16, 1), (32, 7)])
+def test_any_budget(form: str, n_tokens: int, budget: int) -> None:
+    tokens, rho = structured(1, n_tokens, 20), torch.from_numpy(np.random.default_rng(0).uniform(size=n_tokens))
+    assert_as_plain(form, tokens.half(), rho, budget)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "low", "high"), [(torch.float32, -74, 0), (torch.bfloat16, 0, 74)], ids=str)
 def test_the_range_of_norms_changes_nothing(dtype: torch.dtype, low: int, high: int, form: str) -> None:
     tokens, rho = grid(40, 6, 2, 0).double(), levels(40, 0)
