@@ -184,7 +184,7 @@ def test_a_kill_at_any_write_doubles_and_loses_nothing(tmp_path):
             assert all(torch.equal(now.get(name).tokens, once.get(name).tokens) for name in now)
         if ended == 0:
             break
-        killed, puts = killed + 1, puts + 3
+        killed, puts = killed + 1, puts + 2
     assert killed > 3
     same(once, now)
     store = LocalStore(tmp_path / "out")
