@@ -1,4 +1,4 @@
-"""A store on this machine, and a real browser for the tests of pages."""
+"""A store on this machine, a real browser for the tests of pages, and what spares all of them time."""
 
 import shutil
 import sys
