@@ -345,7 +345,8 @@ def memory_files(pid: int | None) -> list[str]:
     return [name for name in open_files(pid) if name.startswith("/memfd:video")]
 
 
-LIT, DARK = np.array([240, 200, 90]), np.array([20, 30, 100])
+LIT, DARK = np.array([240, 200, 90], np.uint8), np.array([20, 30, 100], np.uint8)
+_MADE: dict[tuple[object, ...], bytes] = {}  # the files of make_clip
 _SHOWN = re.compile(r"showinfo.* pts_time:(\S+) .* s:(\d+)x(\d+) ")
 
 
@@ -361,19 +362,29 @@ def ffmpeg(*argv: object, given: bytes | None = None) -> str:
     from imageio_ffmpeg import get_ffmpeg_exe  # noqa: PLC0415 - not in the environments of vLLM and lmms-eval
 
     command = [get_ffmpeg_exe(), "-hide_banner", "-nostats", "-y", *map(str, argv)]
-    done = subprocess.run(command, input=given or b"", capture_output=True, timeout=120, check=False)
+    with tempfile.TemporaryFile() as file:  # a pipe is written in pieces of 512 bytes
+        file.write(given or b"")
+        file.seek(0)
+        done = subprocess.run(command, stdin=file, capture_output=True, timeout=120, check=False)
     log = done.stderr.decode(errors="replace")
     assert done.returncode == 0, log
     return log
 
 
 def make_clip(path: Path, *options: object, count: int = 32, size: tuple[int, int] = (64, 96), first: int = 0) -> Path:
-    """Encode ``count`` numbered frames in colour, 25 a second, as ``options`` say; all encoders run one thread."""
+    """Encode ``count`` numbered frames in colour, 25 a second, as ``options`` say; all encoders run one thread.
+
+    What was made before is copied.
+    """
+    clip = (path.suffix, options, count, size, first)
+    if clip in _MADE:
+        path.write_bytes(_MADE[clip])
+        return path
     height, width = size
-    gray = np.stack([numbered_frame(first + number, height, width) for number in range(count)])
-    frames = np.where(gray > 128, LIT, DARK).astype(np.uint8)
+    frames = np.stack([np.where(numbered_frame(first + n, height, width) > 128, LIT, DARK) for n in range(count)])
     raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", 25, "-i", "-")
     ffmpeg(*raw, "-threads", 1, *options, path, given=frames.tobytes())
+    _MADE[clip] = path.read_bytes()
     return path
 
 

@@ -61,7 +61,7 @@ def assert_as_shown(
         assert facts(video, "source_height", "source_width") == truth.frames.shape[1:3]
         late = video.timestamps - truth.timestamps[video.frame_indices]
         assert np.abs(late if exact_start else late - late[0]).max() < 1e-3
-        expected = truth.frames[video.frame_indices].astype(int)
+        expected = truth.frames[video.frame_indices].astype(np.int16)
         assert np.abs(video.frames - expected).mean(axis=(1, 2, 3)).max() < NEAR
         assert facts(video, "backend", "decode_warnings") == ("pyav", 0)
         said = video.record["backend_note"]

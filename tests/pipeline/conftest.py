@@ -1,11 +1,24 @@
-"""A store on this machine, and a real browser for the tests of pages."""
+"""A store on this machine, a real browser for the tests of pages, and what spares all of them time."""
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def pytest_collection_finish() -> None:
+    """Spare the tests what takes time and shows nothing.
+
+    Decode processes import what requests of the tests name: the server that forks them does it once. And transformers
+    prints each config that it parses for a log that is off.
+    """
+    if (sandbox := sys.modules.get("pipeline.video.sandbox")) is not None:
+        sandbox._PRELOAD.append("tests.pipeline.forging")
+    if (configs := sys.modules.get("transformers.configuration_utils")) is not None:
+        configs.PreTrainedConfig.__repr__ = object.__repr__
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A training script of two ranks, for torch.distributed.run: it writes what each rank read, and what it was refused."""
+"""A training of two ranks by the launcher of torchrun: it writes what each rank read, and what it was refused."""
 
 from __future__ import annotations
 
@@ -109,5 +109,16 @@ def main(folder: str, out: str) -> None:
     accelerator.end_training()
 
 
+def launch(*arguments: str) -> None:
+    """Run ``main`` on two ranks as ``torchrun --standalone`` does, but forked from this process, with its imports."""
+    import accelerate  # noqa: F401, PLC0415
+    import torchdata.stateful_dataloader  # noqa: F401, PLC0415
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
+
+    rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "ranks"}
+    config = LaunchConfig(1, 1, nproc_per_node=2, start_method="fork", **rendezvous)
+    elastic_launch(config, main)(*arguments)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    launch(*sys.argv[1:])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.interpreter import run_python
 from tests.paths import ROOT, python_path
 from tests.pipeline.datasets.caches import N_VIDEOS, make_shards
 
@@ -23,10 +22,8 @@ def told(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ranks")
     make_shards(folder / "cache")
     script = Path(__file__).with_name("ranks_here.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-    arguments = [str(folder / "cache"), str(folder)]
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    done = run_python(script, folder / "cache", folder, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

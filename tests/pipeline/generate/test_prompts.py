@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from transformers.video_utils import VideoMetadata, load_video
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, family_of
+from gstep.backbones import Backbone, ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
 from gstep.methods import VIDEO_METHODS
 from pipeline import TokenCache
@@ -60,6 +60,7 @@ class Made:
         self.frames = decoded.frames
         self.methods = VIDEO_METHODS.keys() - (set() if model == "tiny" else LLAVA_ALONE)
         self.record = {"video_id": "v", "uri": "v.mp4", "status": "ok", **make_decoding_columns(decoded, 1)}
+        self.backbone: Backbone | None = None
         static = family_of(self.source).static()
         self.header = {"deepstack_levels": static.deepstack_levels}
         if static.newline is None:
@@ -75,8 +76,14 @@ class Made:
         setup = EncodeSetup(self.source, method, ratio, seed, **options)
         identity = make_identity(ratio, source=self.source, pruner=describe_method(pruner), evidence=evidence)
         store = tiny_cache(self.folder / name, (), source=self.source, identity=identity, **self.header)
-        write_shard(store, "run", VideoEncoder(setup).encode_video_alone(self.record, self.frames))
+        encoder = VideoEncoder(setup, self.backbone)
+        self.backbone = encoder.backbone
+        write_shard(store, "run", encoder.encode_video_alone(self.record, self.frames))
         return TokenCache(self.folder / name)
+
+    @cached_property
+    def whole(self) -> TokenCache:
+        return self.cache("whole", "none", 1.0)
 
     def late(self, cache: TokenCache, method: str, ratio: float, seed: int = 0) -> LatePruning:
         asked = PruningSpec(method, ratio, seed=seed)
@@ -84,13 +91,19 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(request, tmp_path_factory):
-    return Made(request.param, tmp_path_factory.mktemp(request.param))
+def make(tmp_path_factory):
+    """Makes those of each model once."""
+    return lru_cache(lambda model: Made(model, tmp_path_factory.mktemp(model)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def made(request, make):
+    return make(request.param)
+
+
+@pytest.fixture
 def whole(made):
-    return made.cache("whole", "none", 1.0)
+    return made.whole
 
 
 @pytest.mark.parametrize(("made", "method"), CASES, indirect=["made"])

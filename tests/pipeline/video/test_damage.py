@@ -25,7 +25,7 @@ from tests.builders.decoding import decode, facts, fault_of
 COUNT, RATE = 100, 25
 NOISE = ("-vf", "noise=alls=16:allf=t:all_seed=1")  # which makes packets of some KB
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2, "-g", 10, "-pix_fmt", "yuv420p")
-X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "log-level=none:keyint=10:pools=none")
+X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 22, "-x265-params", "log-level=none:keyint=10:pools=none")
 VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-g", 10, "-pix_fmt", "yuv420p")
 AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-g", 10, "-pix_fmt", "yuv420p")
 

@@ -5,8 +5,10 @@ have the frames, times and rate that ffmpeg shows.
 """
 
 import struct
+from functools import cache
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import av
 import numpy as np
@@ -135,7 +137,7 @@ def test_huge_frames_are_refused_before_they_are_decoded(tmp_path):
     assert fault.fault_class == "unsupported" and "frames of 8192x8193 are larger than" in fault.message
 
 
-COUNT, RATE = 96, 25
+COUNT, RATE, HIDDEN_SIZE = 96, 25, (48, 64)
 REFERENCES = ("-auto-alt-ref", 1, "-lag-in-frames", 16, "-b:v", "300k", "-deadline", "good", "-cpu-used", 4)
 VP8, VP9 = ("-c:v", "libvpx", *REFERENCES), ("-c:v", "libvpx-vp9", *REFERENCES)
 VP9_PROFILE_3 = (*VP9, "-pix_fmt", "yuv444p10le", "-profile:v", 3)
@@ -182,16 +184,23 @@ def refuse_scans(monkeypatch):
         monkeypatch.setattr(module, "index_by_decoding", scan)
 
 
+@cache
+def encode_hidden(suffix: str, options: tuple[object, ...]) -> bytes:
+    """Return a file with at least one hidden frame, which libvpx makes in two passes."""
+    with TemporaryDirectory() as folder:
+        log = ("-passlogfile", Path(folder) / "log")
+        if options[1] in ("libvpx", "libvpx-vp9"):
+            make_clip(Path(folder) / "first.mkv", *NOISE, *options, "-pass", 1, *log, count=COUNT, size=HIDDEN_SIZE)
+            options = (*options, "-pass", 2, *log)
+        return make_clip(Path(folder) / f"a{suffix}", *NOISE, *options, count=COUNT, size=HIDDEN_SIZE).read_bytes()
+
+
 def write_hidden(folder: Path, name: str) -> Path:
-    """Write a file with hidden packets; ``n_hidden`` of them, at least one."""
+    """Write a file with hidden packets, at least one."""
     options, splitter = HIDDEN[name]
     path = folder / name
     source = path if splitter is None else folder / "source.mkv"
-    log = ("-passlogfile", folder / "log")
-    if options[1].startswith("libvpx"):
-        make_clip(folder / "first.mkv", *NOISE, *options, "-pass", 1, *log, count=COUNT)
-        options = (*options, "-pass", 2, *log)
-    make_clip(source, *NOISE, *options, count=COUNT)
+    source.write_bytes(encode_hidden(source.suffix, options))
     if splitter is not None:
         ffmpeg("-i", source, "-c", "copy", "-bsf:v", splitter, "-fflags", "-autobsf", path)
     return path
