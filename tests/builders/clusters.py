@@ -317,6 +317,7 @@ class Cluster:
             str(RAY), "start", "--block", "--disable-usage-stats", *argv,
             # The defaults are fixed numbers that another cluster on this machine may hold.
             f"--dashboard-agent-listen-port={agent}", "--min-worker-port=0", "--max-worker-port=0",
+            "--no-monitor", "--include-log-monitor=false",  # processes that no test looks at
             "--num-cpus=2",
             f"--object-store-memory={256 * 2**20}",
         ]  # fmt: skip

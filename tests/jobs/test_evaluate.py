@@ -33,7 +33,7 @@ from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, writ
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
-N_VIDEOS = 4
+N_VIDEOS = 3
 GRID = ("--method", "gstep", "vidcom2", "fastv,K=1", "--retention-ratio", "0.25", "0.1")
 ARMS = ["none@1", *(f"{name}@{ratio}" for name in ("gstep", "vidcom2", "fastv,K=1") for ratio in (0.25, 0.1))]
 LIGHT = ("--num-frames", "4", "--draws", "200")

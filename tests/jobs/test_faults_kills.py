@@ -88,7 +88,7 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(
         return commit(*args, **more)
 
     monkeypatch.setattr(table, "commit_rows", kill_and_commit)
-    let_through(videos, 64)
+    let_through(videos, N_VIDEOS // 2)
     options = [*OPTIONS, "--videos-per-shard", "4", "--decoder", "tests.jobs.hostile:CountedStuckDecoder"]
     said_by(prune, videos, "--out", cache, *options)
     visible.assert_complete(cache)
@@ -234,9 +234,11 @@ def test_a_driver_that_stands_still_refuses_others_and_one_that_joins_does_its_w
     assert all(torch.equal(late.get(name).tokens, tokens) for name, tokens in read.items())
 
 
-def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_once(cluster, videos, visible, tmp_path):
+def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_once(cluster, tmp_path):
     """The next video never comes, and what is encoded makes no shard. First the driver is killed, then terminated."""
-    cache = tmp_path / "c"
+    cache, videos = tmp_path / "c", tmp_path / "videos"
+    tiny_videos(videos, 112)  # seven a shard
+    visible = Visible(videos)
     one_each = ["--encode-workers", "1", "--decode-workers", "1", "--decoder", "tests.jobs.hostile:StuckDecoder"]
     argv = [str(videos), "--out", str(cache), "--num-frames", "2", "--log-interval", "0.2", *one_each]
     let_through(videos, 18)  # of these up to four in each of two bundles wait for their neighbours

@@ -124,7 +124,7 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
 
 def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp_path):
     """One of the first nodes is lost once what was left has been planned for all. Until then there is long to go."""
-    ids = tiny_videos(tmp_path / "videos", 140)
+    ids = tiny_videos(tmp_path / "videos", 100)
     for name in ids:
         with (tmp_path / "videos" / name).open("ab") as file:  # so large that more decoders are worth their start
             file.write(FREE_BYTES.to_bytes(4, "big") + b"free" + bytes(FREE_BYTES - 8))

@@ -17,7 +17,7 @@ from pipeline.generate.model import find_model
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.server import make_served_cache
 from tests.builders.clips import sample
-from tests.builders.runs import document_of, environment, said_by
+from tests.builders.runs import ALONE, document_of, environment, said_by
 from tests.interpreter import run_python
 from tests.paths import ROOT, python_path
 
@@ -99,13 +99,20 @@ def test_a_plan_of_a_family_that_does_not_know_its_work(own):
 
 
 @pytest.mark.slow
-def test_a_cache_of_a_users_own_family_and_who_may_read_it(own, tmp_path):
-    """Ray's workers find the module on PYTHONPATH; a reader imports it where the user names it alone."""
+def test_a_cache_of_a_users_own_family_and_who_may_read_it(own, one_ray, tmp_path):
+    """Ray's workers find the module on PYTHONPATH; a reader imports it where the user names it alone.
+
+    A process that has the variable starts a Ray of its own, for both commands.
+    """
     videos = [str(sample(name)) for name in ("bigbuckbunny.mp4", "bikes.mp4")]
     cache, answers = tmp_path / "mine", tmp_path / "answers"
     argv = [*videos, "--model", "tiny", *FRAMES, "--pruner", "none", "--out", str(cache)]
-    there = environment(PYTHONPATH=python_path(ROOT, own))
-    done = run_python("-m", "jobs.prune", *argv, *MINE, env=there)
+    asking = ["--ask", "What moves?", "--max-new-tokens", "4", "--out"]
+    commands = (
+        "from jobs import generate, prune\n"
+        f"raise SystemExit(prune.main({[*argv, *MINE]}) or generate.main({[str(cache), *asking, str(answers), *MINE]}))"
+    )
+    done = run_python("-c", commands, env=environment(PYTHONPATH=python_path(ROOT, own), **ALONE))
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((cache / "cache.json").read_text())["identity"]["model"]["family"] == "own_family:Mine"
     tokens = pipeline.TokenCache(cache)
@@ -116,18 +123,16 @@ def test_a_cache_of_a_users_own_family_and_who_may_read_it(own, tmp_path):
     (record,) = (cache / "runs").glob("*.json")
     assert json.loads(record.read_text())["config"]["family"] == "own_family:Mine"
 
-    asking = [str(cache), "--ask", "What moves?", "--max-new-tokens", "4", "--out", str(answers)]
+    unread = str(tmp_path / "unread")
     refusals = [
         (prune, argv, "model.family"),
-        (generate, asking, "what a cache says chooses no code: give --family own_family:Mine"),
+        (generate, [str(cache), *asking, unread], "what a cache says chooses no code: give --family own_family:Mine"),
         (reprune, [str(cache), "--out", str(tmp_path / "new")], "what a cache says chooses no code"),
     ]
     for command, words, why in refusals:
         assert why in said_by(command, *words, code=2)
-    assert not answers.exists()
+    assert not Path(unread).exists()
 
-    done = run_python("-m", "jobs.generate", *asking, *MINE, env=there)
-    assert done.returncode == 0, done.stdout + done.stderr
     stock = tmp_path / "stock"
     pipeline.prune_videos(videos[1:], out=stock, model="tiny", num_frames=4, pruner="none", progress=False)
     asked = pipeline.answer_questions(stock, ask=["What moves?"], out=tmp_path / "stock-answers", max_new_tokens=4)

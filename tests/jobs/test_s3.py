@@ -263,9 +263,9 @@ def test_workers_read_as_the_driver_decided(sources, one_ray, tmp_path, monkeypa
         flags = ["--s3-requester-pays"]
         options |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
     argv = [str(tmp_path / "m.csv"), "--out", str(tmp_path / "c"), "--video-root", sources.uri(), "--num-frames", "4"]
-    done = run("jobs.prune", *argv, *flags, **options, RAY_ADDRESS=one_ray)
-    assert done.returncode == 0 and TokenCache(tmp_path / "c").video_ids == ["a"], done.stdout
-    assert ("Sources on S3 are read unsigned" in done.stdout) == (kind == "public")
+    driver = Driver([*argv, *flags], tmp_path / "log", **options, RAY_ADDRESS=one_ray)
+    assert driver.wait() == 0 and TokenCache(tmp_path / "c").video_ids == ["a"], driver.output
+    assert ("Sources on S3 are read unsigned" in driver.output) == (kind == "public")
     assert len(headers) == 1  # a GET of a worker
     payer = headers[0].get("HTTP_X_AMZ_REQUEST_PAYER")
     assert ("HTTP_AUTHORIZATION" in headers[0], payer) == ((False, None) if kind == "public" else (True, "requester"))
