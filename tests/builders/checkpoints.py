@@ -166,7 +166,7 @@ FAMILIES = {
                           {"patch_size": 14, "vision_feature_select_strategy": "full",
                            "num_additional_image_tokens": 1}, _CROP),
     "video_llama_3": Family("VideoLlama3Processor", "VideoLlama3ForConditionalGeneration", _QWEN, "{}",
-                            {"vision_config": {"patch_size": 14}}),
+                            {"vision_config": {"patch_size": 14}}, video_options=_SIZE),
     "gemma4": Family("Gemma4Processor", "Gemma4ForConditionalGeneration", _GEMMA, "{}",
                      merge(_GEMMA_TEXT, {"vision_config": {
                          "model_type": "gemma4_vision", "hidden_size": D, "intermediate_size": 96,
@@ -181,7 +181,7 @@ FAMILIES = {
                           video_options=_SLICE),
     "qwen3_omni_moe": Family("Qwen3OmniMoeProcessor", "Qwen3OmniMoeForConditionalGeneration", _QWEN, _QWEN_WRAP,
                              {"thinker_config": merge(_DEEPSTACK, {"vision_config": {"patch_size": 14}}, _OMNI, _MROPE),
-                              "enable_audio_output": False}),
+                              "enable_audio_output": False}, video_options=_SIZE),
     "qwen2_5_omni": Family("Qwen2_5OmniProcessor", "Qwen2_5OmniForConditionalGeneration", _QWEN, _QWEN_WRAP,
                            {"thinker_config": merge(_FULL_ATTENTION, _OMNI, _MROPE), "enable_audio_output": False}),
     "ernie4_5_vl_moe": Family("Ernie4_5_VLMoeProcessor", "Ernie4_5_VLMoeForConditionalGeneration", _ERNIE,
