@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from tests.builders.runs import environment
 from tests.interpreter import run_python
 from tests.paths import ROOT, TORCHVISION
 
@@ -78,6 +77,6 @@ def test_a_torchvision_for_cuda_beside_a_torch_without_stops_the_generic_family_
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (folder / "version.py").write_text("__version__ = '9.9+cu999'\n")
-    done = run_python("-c", USE, env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
+    done = run_python("-c", USE, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     assert done.returncode == 0, done.stderr
     assert re.match(r"torchvision does not fit torch .* \(9.9\+cu999\): install the build", done.stdout)

@@ -142,6 +142,7 @@ _MUSE = {
     "vision_config": {"out_hidden_size": 256},
 }
 _SIZE = {"size": {"shortest_edge": 4096, "longest_edge": 2**24}}
+_SLICE = {"scale_resolution": 168}  # above which a frame is cut into slices
 _SQUARE = {"size": {"height": 56, "width": 56}}
 _CROP = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 
@@ -165,7 +166,7 @@ FAMILIES = {
                           {"patch_size": 14, "vision_feature_select_strategy": "full",
                            "num_additional_image_tokens": 1}, _CROP),
     "video_llama_3": Family("VideoLlama3Processor", "VideoLlama3ForConditionalGeneration", _QWEN, "{}",
-                            {"vision_config": {"patch_size": 14}}),
+                            {"vision_config": {"patch_size": 14}}, video_options=_SIZE),
     "gemma4": Family("Gemma4Processor", "Gemma4ForConditionalGeneration", _GEMMA, "{}",
                      merge(_GEMMA_TEXT, {"vision_config": {
                          "model_type": "gemma4_vision", "hidden_size": D, "intermediate_size": 96,
@@ -176,17 +177,18 @@ FAMILIES = {
                       "adapter_config": {"vision_feature_layer": [2, 1]},
                       "text_config": {"additional_vocab_size": 8, "rope_scaling_layers": None}},
                      video_options=_SQUARE),
-    "minicpmv4_6": Family("MiniCPMV4_6Processor", "MiniCPMV4_6ForConditionalGeneration", _MINICPM, "{}", _INSERT),
+    "minicpmv4_6": Family("MiniCPMV4_6Processor", "MiniCPMV4_6ForConditionalGeneration", _MINICPM, "{}", _INSERT,
+                          video_options=_SLICE),
     "qwen3_omni_moe": Family("Qwen3OmniMoeProcessor", "Qwen3OmniMoeForConditionalGeneration", _QWEN, _QWEN_WRAP,
                              {"thinker_config": merge(_DEEPSTACK, {"vision_config": {"patch_size": 14}}, _OMNI, _MROPE),
-                              "enable_audio_output": False}),
+                              "enable_audio_output": False}, video_options=_SIZE),
     "qwen2_5_omni": Family("Qwen2_5OmniProcessor", "Qwen2_5OmniForConditionalGeneration", _QWEN, _QWEN_WRAP,
                            {"thinker_config": merge(_FULL_ATTENTION, _OMNI, _MROPE), "enable_audio_output": False}),
     "ernie4_5_vl_moe": Family("Ernie4_5_VLMoeProcessor", "Ernie4_5_VLMoeForConditionalGeneration", _ERNIE,
                               "<|VIDEO_START|>{}<|VIDEO_END|>",
                               {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
                                                "moe_num_experts": 4, "moe_k": 2}},
-                              video_options={"draw_on_frames": False}),
+                              video_options={"draw_on_frames": False, **_SIZE}),
     "internvl": Family("InternVLProcessor", "InternVLForConditionalGeneration", _INTERN, "{}",
                        {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}}, {"image_seq_length": 4},
                        _SQUARE),
@@ -244,8 +246,9 @@ FAMILIES = {
                              merge(_GEMMA_TEXT, {"vision_config": {
                                  "model_type": "gemma4_unified_vision", "mm_embed_dim": D, "output_proj_dims": D}})),
     "minicpmv4_7": Family("MiniCPMV4_7Processor", "MiniCPMV4_7ForConditionalGeneration", _MINICPM, "{}",
-                          merge(_INSERT, _MROPE)),
-    "minicpm_ocr": Family("MiniCPMOcrProcessor", "MiniCPMOcrForConditionalGeneration", _MINICPM, "{}", _INSERT),
+                          merge(_INSERT, _MROPE), video_options=_SLICE),
+    "minicpm_ocr": Family("MiniCPMOcrProcessor", "MiniCPMOcrForConditionalGeneration", _MINICPM, "{}", _INSERT,
+                          video_options=_SLICE),
     "hyperclovax_vision_v2": Family("HyperCLOVAXVisionV2Processor", "HyperCLOVAXVisionV2ForConditionalGeneration",
                                     _QWEN, _QWEN_WRAP),
     "cosmos3_edge": Family("Cosmos3EdgeProcessor", "Cosmos3EdgeForConditionalGeneration", _QWEN, _QWEN_WRAP, _MROPE,

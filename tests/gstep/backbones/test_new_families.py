@@ -1,6 +1,7 @@
 """What single families have of their own: quantized language models, layouts of keys, settings; and a new family."""
 
 import json
+import os
 import re
 import shutil
 from itertools import product
@@ -15,7 +16,6 @@ from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.errors import ModelError
 from gstep.language import load_language_model, prompt_builder
 from tests.builders.clips import sample
-from tests.builders.runs import environment
 from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, frames_for, settings_file, stock_features
 from tests.gstep.quantized import CONFIGS, quantize
 from tests.gstep.reading import changed_json, changed_tensors
@@ -148,7 +148,7 @@ def test_two_files_and_a_line_make_a_family(tmp_path):
     script = tmp_path / "use.py"
     script.write_text(USE)  # a plain script: encode_video needs no main guard
     given = model, sample("bikes.mp4"), tmp_path / "made.pt"
-    done = run_python(script, *given, cwd=copy, env=environment(PYTHONPATH=python_path(copy)))
+    done = run_python(script, *given, cwd=copy, env={**os.environ, "PYTHONPATH": python_path(copy)})
     assert done.returncode == 0, done.stderr
     made = torch.load(tmp_path / "made.pt", weights_only=True)
     assert (tuple(made["kept"]), made["n"]) == ((4, 4, 4), 16)

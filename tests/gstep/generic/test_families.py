@@ -1,247 +1,23 @@
-"""Each family of video models in the generic family: logits of the stock model, odd videos, prompts and records."""
+"""The generic family beside families with their own code, its prompts and its records."""
 
 from __future__ import annotations
 
 import base64
-import inspect
 import json
 import pickle
-import re
 import zlib
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers.video_utils import VideoMetadata
 
-import gstep
 from gstep import make_pruner
 from gstep.backbones import ModelSource, SampledVideo, family_of
-from gstep.errors import ModelError, TooFewFrames, UnsupportedVideo
-from gstep.generic.family import describe_untimed_video
-from gstep.generic.processor import (
-    decode_record,
-    encode_record,
-    load_processor,
-    make_metadata,
-    render_conversation,
-    run_processor,
-)
-from gstep.language import Decoding, Prompt, Visual, load_language_model, prompt_builder
-from gstep.language.model import LanguageModel
-from gstep.language.types import ChatMessage
-from gstep.types import VisualTokens
-from tests.builders.checkpoints import FAMILIES
+from gstep.errors import ModelError
+from gstep.generic.processor import decode_record, encode_record
+from gstep.language import Decoding, Visual, load_language_model, prompt_builder
 from tests.gstep.llms import FLOAT32, visual_of
-
-QUESTION = "What moves?"
-ASKED: list[ChatMessage] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
-#: Three turns, the video in the last one.
-CONVERSATION: list[ChatMessage] = [
-    {"role": "user", "content": [{"type": "text", "text": "I show you a video."}]},
-    {"role": "assistant", "content": [{"type": "text", "text": "Bien, 什么?"}]},
-    {"role": "user", "content": [{"type": "text", "text": "Here:"}, *ASKED[0]["content"]]},
-]
-N_FRAMES, HEIGHT, WIDTH, FPS = 8, 56, 84, 1.3
-#: (frames, height, width): few and odd numbers of frames, frames below a patch, extreme and ordinary shapes.
-BLACK = torch.zeros(6, 60, 90, 3, dtype=torch.uint8)
-SHAPES = [(1, 56, 84), (2, 56, 84), (7, 56, 56), (5, 90, 160), (4, 1, 99), (2, 10, 1500)]
-#: Families with layers that hand a state from token to token, or that choose blocks of tokens: a mask does not take a
-#: token out of these, so the stock model gives no logits to compare pruned videos with.
-STATEFUL = {
-    *("glm5_next", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"),
-    "qwen4_exp",
-}
-#: Families that always run: deepstack and M-RoPE, a tail, token types, slices of frames and states.
-QUICK = ("qwen3_vl", "llava_onevision", "gemma4", "minicpmv4_6")
-
-every_family = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-)
-
-
-def make_clip() -> Tensor:
-    """Make frames [F,H,W,3] uint8 of a square that moves over fixed noise."""
-    noise = torch.Generator().manual_seed(1)
-    frames = torch.randint(0, 256, (HEIGHT, WIDTH, 3), generator=noise, dtype=torch.uint8).repeat(N_FRAMES, 1, 1, 1)
-    for i in range(N_FRAMES):
-        frames[i, 10:30, 5 + 6 * i : 25 + 6 * i] = torch.tensor([250, 30 * i, 40], dtype=torch.uint8)
-    return frames
-
-
-@dataclass(frozen=True)
-class Case:
-    """A checkpoint, a clip, and its tokens.
-
-    Attributes:
-        inputs: the stock processor's, for the clip and QUESTION.
-        stock: the stock model.
-    """
-
-    source: ModelSource
-    inputs: dict[str, Any]
-    stock: Any
-    video: VisualTokens
-    language_model: LanguageModel
-
-    def build_prompt(self, index=None, positions="original", text=QUESTION, messages=None) -> Prompt:
-        """Build the prompt of a text or conversation about the tokens at flat ``index``, or about all tokens."""
-        visuals, builder = [visual_of(self.video, index)], prompt_builder(self.source, positions)
-        return builder.build(text, visuals) if messages is None else builder.build_chat(messages, visuals)
-
-    def select(self) -> Tensor:
-        """Return the flat index of the quarter of the tokens that GSTEP keeps."""
-        return gstep.prune(self.video.tokens, retention_ratio=0.25).index
-
-
-@cache
-def load_case(name: str, folder: Path) -> Case:
-    """Load a checkpoint by the stock classes and by the generic family."""
-    # The whole of an Omni model speaks too, and asks for files about its voices.
-    reader = "ThinkerForConditional" if "thinker_config" in FAMILIES[name].config else "ForConditional"
-    stock_class = getattr(transformers, FAMILIES[name].model.replace("ForConditional", reader))
-    stock = stock_class.from_pretrained(folder, dtype=torch.float32).eval()
-    source = ModelSource.resolve(str(folder), family="generic")
-    inputs = read_by_stock(folder, make_clip())
-    return Case(source, inputs, stock, encode_clip(source), load_language_model(source, FLOAT32))
-
-
-def encode_clip(source: ModelSource) -> VisualTokens:
-    """Encode the clip by the generic family."""
-    sampled = SampledVideo(HEIGHT, WIDTH, [i / FPS for i in range(N_FRAMES)], None, FPS, N_FRAMES)
-    return family_of(source).load(FLOAT32).encode(make_clip(), video=sampled)
-
-
-def read_by_stock(folder: Path, clip: Tensor, messages: list[ChatMessage] = ASKED) -> dict[str, Any]:
-    """Prepare a conversation about a clip with the checkpoint's own processor."""
-    processor = transformers.AutoProcessor.from_pretrained(folder)
-    if hasattr(processor.video_processor, "use_token_compression"):
-        processor.video_processor.use_token_compression = False  # in favor of the pruning method
-    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    metadata = VideoMetadata(N_FRAMES, FPS, WIDTH, HEIGHT, N_FRAMES / FPS, frames_indices=list(range(N_FRAMES)))
-    options = {"video_metadata": [metadata], "fps": FPS, "return_metadata": True, "return_mm_token_type_ids": True}
-    options |= {"do_sample_frames": False, "return_tensors": "pt"}
-    return dict(processor(text=[text], videos=[clip.permute(0, 3, 1, 2)], **options))
-
-
-@torch.no_grad()
-def run_stock(case: Case, **changes: Tensor) -> Tensor:
-    """Return the logits [L,V] of the stock model on pixels, with changed inputs."""
-    names = inspect.signature(case.stock.forward).parameters  # the processor returns more
-    return case.stock(**{key: case.inputs[key] for key in case.inputs if key in names} | changes).logits[0]
-
-
-@every_family
-def test_with_all_tokens_the_logits_of_a_question_and_a_conversation_are_those_of_the_stock_model(
-    tiny_checkpoint, name
-):
-    case = load_case(name, tiny_checkpoint(name))
-    whole = replace(case, video=encode_clip(replace(case.source, layout={**case.source.layout, "in_pieces": False})))
-    # A video in pieces differs in the last digits, for some models and on some CPUs.
-    talk = replace(case, inputs=read_by_stock(tiny_checkpoint(name), make_clip(), CONVERSATION))
-    for one, messages, tolerance in ((whole, ASKED, 0.0), (talk, CONVERSATION, 2e-5)):
-        expected, prompt = run_stock(one), one.build_prompt(messages=messages)
-        assert prompt.input_ids.tolist() == one.inputs["input_ids"][0].tolist()
-        difference = (case.language_model.logits([prompt])[0] - expected).abs().max()
-        assert difference <= tolerance * max(1.0, float(expected.std()))
-
-
-@every_family
-@pytest.mark.parametrize("positions", ["original", "contiguous"])
-def test_with_a_quarter_of_the_tokens_the_logits_are_those_of_a_masked_stock_model(tiny_checkpoint, name, positions):
-    case = load_case(name, tiny_checkpoint(name))
-    index = case.select()
-    prompt = case.build_prompt(index, positions)
-    logits = case.language_model.logits([prompt])[0]
-    T, N, _ = case.video.tokens.shape
-    ids = case.inputs["input_ids"]
-    assert len(index) == T * N // 4 and len(prompt) == ids.shape[1] - T * N + len(index)
-    assert logits.isfinite().all()
-    if name in STATEFUL:
-        return
-    placeholder = prompt.input_ids[prompt.spans[0][0]]
-    keep = torch.ones(ids.shape[1], dtype=torch.bool)
-    dropped = torch.ones(T * N, dtype=torch.bool)
-    dropped[index] = False
-    keep[(ids[0] == placeholder).nonzero()[: T * N, 0][dropped]] = False
-    whole = {key: value for key, value in case.inputs.items() if key != "input_ids"}
-    place = case.stock._prepare_position_ids_for_generation(ids, whole)
-    place = place[-3:].clone() if place.ndim == 3 else place.clone()
-    assert torch.equal(prompt.positions, place[..., keep].reshape(prompt.positions.shape)) == (positions == "original")
-    place[..., keep] = prompt.positions.reshape(place[..., keep].shape).to(place.dtype)  # Qwen3-Omni counts in floats
-    expected = run_stock(case, attention_mask=keep.long()[None], position_ids=place)[keep]
-    assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.std()))
-
-
-@every_family
-def test_a_batch_gives_the_logits_of_its_prompts(tiny_checkpoint, name):
-    case = load_case(name, tiny_checkpoint(name))
-    prompts = [case.build_prompt(case.select()), case.build_prompt(text="A longer question: what moves, and where?")]
-    for prompt, logits in zip(prompts, case.language_model.logits(prompts), strict=True):
-        (single,) = case.language_model.logits([prompt])
-        assert logits.shape == single.shape
-        assert (logits - single).abs().max() < 1e-3 * max(1.0, float(single.std()))
-
-
-def test_loading_a_half_of_a_model_logs_nothing_about_the_other_half(tiny_checkpoint, caplog):
-    source = ModelSource.resolve(str(tiny_checkpoint("internvl")), family="generic")
-    family_of(source).load(FLOAT32)
-    load_language_model(source, FLOAT32)
-    assert "UNEXPECTED" not in caplog.text
-
-
-def make_noise(n_frames: int, height: int, width: int) -> Tensor:
-    """Make frames [F,H,W,3] uint8 of fixed noise."""
-    seeded = torch.Generator().manual_seed(1)
-    return torch.randint(0, 256, (n_frames, height, width, 3), generator=seeded, dtype=torch.uint8)
-
-
-@every_family
-def test_short_videos_and_odd_frames_give_tokens_that_fit_the_prompt_or_a_fault(tiny_checkpoint, name):
-    source = ModelSource.resolve(str(tiny_checkpoint(name)), family="generic")
-    family, builder = family_of(source), prompt_builder(source)
-    backbone, shapes = family.load(FLOAT32), {}
-    for shape, frames in {**{shape: make_noise(*shape) for shape in SHAPES}, (6, 60, 90): BLACK}.items():
-        try:
-            visual = backbone.encode(frames, video=describe_untimed_video(*shape))
-        except (TooFewFrames, UnsupportedVideo) as fault:
-            assert "own processor refuses the video" in str(fault)
-            if name == "qwen3_vl":
-                assert re.search(r"temporal_factor:2\); 1 frame sampled: sample more", str(fault))
-            with pytest.raises(type(fault)):
-                family.token_counts(*shape)
-            continue
-        T, N, _ = shapes[shape] = visual.tokens.shape
-        assert visual.tokens.isfinite().all()
-        assert shape[0] >= T and family.token_counts(*shape) == (T, N)
-        assert len(builder.build("?", [visual_of(visual)]).visuals) == 1  # raises if the placeholders do not fit
-    assert {(7, 56, 56), (5, 90, 160), (6, 60, 90)} <= shapes.keys() and (name != "qwen3_vl" or SHAPES[0] not in shapes)
-    if name.startswith("minicpm"):  # a frame and its slices are one step of time
-        assert [shapes[shape][0] for shape in SHAPES] == [n for n, _, _ in SHAPES]
-
-
-@every_family
-def test_a_clip_s_times_in_the_prompt_are_those_of_its_frames(tiny_checkpoint, name):
-    """A clip of 5 s from 10 s on, 24 frames a second in a file of 25 on average; the stock processor counts frames.
-
-    The first frame appeared before the clip, and one is repeated.
-    """
-    sampled = SampledVideo(56, 84, [9.99, 10.5, 10.5, 11.75, 13.0, 14.25], 10.0, 25.0, 120, 24.0)
-    stock = VideoMetadata(120, 24.0, 84, 56, 5.0, frames_indices=[0, 12, 12, 42, 72, 102])
-    source = ModelSource.resolve(str(tiny_checkpoint(name)), family="generic", gate=False)
-    processor = load_processor(source)
-    text = render_conversation(source, processor, ASKED)
-    frames = make_noise(6, 56, 84).permute(0, 3, 1, 2)
-    ids, expected = (
-        run_processor(processor, text, frames, metadata)["input_ids"] for metadata in (make_metadata(sampled), stock)
-    )
-    assert torch.equal(ids, expected)
-
 
 #: Families with their own code that answer questions.
 FAST = ("llava_onevision", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -374,3 +150,10 @@ def test_a_record_that_lacks_what_the_processor_reads_names_the_version_that_wro
 def test_a_value_of_an_unknown_type_is_not_dropped_silently():
     with pytest.raises(ModelError, match="returns a set in shapes, which cannot be recorded"):
         encode_record({"shapes": {1, 2}})
+
+
+def test_loading_a_half_of_a_model_logs_nothing_about_the_other_half(tiny_checkpoint, caplog):
+    source = ModelSource.resolve(str(tiny_checkpoint("internvl")), family="generic")
+    family_of(source).load(FLOAT32)
+    load_language_model(source, FLOAT32)
+    assert "UNEXPECTED" not in caplog.text

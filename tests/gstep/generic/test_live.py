@@ -1,9 +1,7 @@
 """``gstep.pruning``: a live model answers from the kept tokens of a video, as from a cache of them."""
 
-import dataclasses
-import inspect
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,27 +10,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import gstep
-from gstep.backbones import BACKBONES, ModelSource, SampledVideo, family_of
+from gstep.backbones import BACKBONES, ModelSource, family_of
 from gstep.errors import ModelError
 from gstep.generic.halves import load_model
 from gstep.generic.layout import probe_units
 from gstep.generic.processor import load_processor, make_metadata, run_processor
-from gstep.language import Decoding, LanguageModel, Prompt, load_language_model, prompt_builder
-from tests.builders.checkpoints import FAMILIES
-from tests.gstep.llms import FLOAT32, visual_of
-
-H, W = 56, 84
-QUESTION = "What moves?"
-#: With deepstack and three axes; a newline behind the video; frames as images; bidirectional blocks; grids of one step.
-QUICK = ("qwen3_vl", "llava_onevision", "internvl", "gemma4", "kimi_k25")
-
-
-class Live(NamedTuple):
-    """A whole model, its processor, and the cached path of the same checkpoint."""
-
-    source: ModelSource
-    model: Any
-    processor: Any
+from gstep.language import load_language_model
+from tests.gstep.generic.live import (
+    QUICK,
+    Live,
+    answer,
+    check_parity,
+    first_logits,
+    keep_taken,
+    make_video,
+    read,
+    render,
+)
+from tests.gstep.llms import FLOAT32
 
 
 @pytest.fixture
@@ -43,80 +38,7 @@ def live(tiny_checkpoint):
 @cache
 def load(name: str, tiny_checkpoint: Any) -> Live:
     source = ModelSource.resolve(str(tiny_checkpoint(name)), family="generic", gate=False)
-    return Live(source, load_model(source, FLOAT32), load_processor(source))
-
-
-def make_video(n_frames: int = 8) -> tuple[torch.Tensor, SampledVideo]:
-    """A square that moves over a still picture, [F,H,W,3] uint8."""
-    still = torch.randint(0, 256, (H, W, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    frames = still.repeat(n_frames, 1, 1, 1)
-    for i in range(n_frames):
-        frames[i, 20:40, 5 * i : 5 * i + 20] = torch.tensor([250, 30 * i % 256, 40], dtype=torch.uint8)
-    return frames, SampledVideo(H, W, [i / 2 for i in range(n_frames)], None, 2.0, n_frames)
-
-
-def render(processor: Any, *parts: dict[str, str]) -> str:
-    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
-    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
-def keep_taken(case: Live, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs that the model has parameters for."""
-    names = inspect.signature(case.model.forward).parameters
-    return {key: value for key, value in inputs.items() if key in names}
-
-
-def read(case: Live, n_frames: int = 8) -> dict[str, torch.Tensor]:
-    """What the model takes of the processor's output for a video."""
-    frames, video = make_video(n_frames)
-    text = render(case.processor, {"type": "video"})
-    inputs = run_processor(case.processor, text, frames.permute(0, 3, 1, 2), make_metadata(video))
-    taken = {key: value for key, value in keep_taken(case, inputs).items() if isinstance(value, torch.Tensor)}
-    # Its pixels do not say where a frame ends.
-    is_minicpm = type(case.model).__name__.startswith("MiniCPM")
-    return taken | ({"video_metadata": inputs["video_metadata"]} if is_minicpm else {})
-
-
-def answer(case: Live, inputs: dict[str, Any], **options: Any) -> Any:
-    fixed = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    return case.model.generate(**inputs, **(fixed | options))
-
-
-def first_logits(case: Live, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    output = answer(case, inputs, output_logits=True, return_dict_in_generate=True, **options)
-    assert torch.equal(output.sequences[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
-    return output.logits[0]
-
-
-def cached(folder: str, family: str | None = None) -> tuple[LanguageModel, Prompt]:
-    """The cached path: encoder, rounding, method, prompt and language model, each by itself."""
-    source = ModelSource.resolve(folder, family=family)
-    frames, video = make_video()
-    backbone = family_of(source).load(FLOAT32)
-    preprocessor = backbone.preprocessor
-    size = preprocessor.target_size(len(frames), H, W)
-    if not family:
-        frames = torch.as_tensor(preprocessor.resize(frames.numpy(), size))
-        video = dataclasses.replace(video, height=size[0], width=size[1])
-    visual = backbone.encode(frames, video=video)
-    index = gstep.prune(visual.tokens.to(torch.bfloat16), retention_ratio=0.25).index
-    newline = backbone.newline()
-    newline = None if newline is None else newline.to(torch.bfloat16)
-    kept = visual_of(visual, index, torch.bfloat16, newline, **backbone.model_extra(video))
-    prompt = prompt_builder(source).build(QUESTION, [kept])
-    return load_language_model(source, FLOAT32), prompt
-
-
-def check_parity(case: Live, folder: str, family: str | None) -> None:
-    model, prompt = cached(folder, family)
-    inputs = read(case)
-    with gstep.pruning(case.model, retention_ratio=0.25):
-        logits, ids = first_logits(case, inputs), answer(case, inputs)
-    expected = model.logits([prompt], last=1)[0]  # a single row, also where a model ignores logits_to_keep
-    assert logits.shape == expected.shape and float((logits - expected).abs().max()) <= 1e-5 * float(expected.std())
-    tokens = model.generate([prompt], [Decoding(max_new_tokens=4)])[0].token_ids
-    assert tuple(ids[0, inputs["input_ids"].shape[1] :].tolist())[: len(tokens)] == tokens
-    assert "generate" not in vars(case.model) and "prepare_inputs_for_generation" not in vars(case.model)
+    return Live(load_model(source, FLOAT32), load_processor(source))
 
 
 def test_a_video_whose_frames_nothing_tells_apart_is_refused_with_the_remedy(live):
@@ -132,15 +54,8 @@ def test_a_video_whose_frames_nothing_tells_apart_is_refused_with_the_remedy(liv
 
 @pytest.mark.parametrize("name", [name for name in QUICK if name in BACKBONES])
 def test_a_family_with_its_own_code_answers_as_from_its_cache(live, tiny_checkpoint, name):
-    check_parity(live(name), str(tiny_checkpoint(name)), None)
-
-
-@pytest.mark.slow  # the check of each family takes seconds
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_every_family_answers_as_from_its_cache(live, tiny_checkpoint, name):
-    check_parity(live(name), str(tiny_checkpoint(name)), "generic")
-    if name in BACKBONES and name != "qwen4_exp" and name not in QUICK:
-        check_parity(live(name), str(tiny_checkpoint(name)), None)
+    source = ModelSource.resolve(tiny_checkpoint(name))
+    check_parity(live(name), family_of(source).load(FLOAT32), load_language_model(source, FLOAT32))
 
 
 def test_the_layout_that_is_found_at_the_first_call_serves_other_lengths(live):
