@@ -7,8 +7,10 @@ import inspect
 import json
 import sys
 from collections.abc import Collection, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,7 +171,7 @@ class ModelSource(TensorSource):
                 "pip install -U 'transformers<6', on every node"
             )
         try:
-            return CONFIG_MAPPING[self.model_type].from_dict(_decode_floats(self.config))
+            return deepcopy(_parse_config(self.model_type, json.dumps(self.config)))
         except Exception as error:  # of any type that transformers raises for a wrong setting
             reason = f"{type(error).__name__}: {error}"
             raise ModelError(f"{self.name!r}: config.json is not valid ({reason}): {_COPY}") from error
@@ -232,6 +234,15 @@ class ModelSource(TensorSource):
         if self.files.kind == "hub":
             return self.files.location, self.files.revision
         return str(self.file("config.json").parent), None
+
+
+@lru_cache(maxsize=16)
+def _parse_config(model_type: str, text: str) -> PretrainedConfig:
+    """Parse the text of a config.json; transformers takes milliseconds, also to print the config for its log."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and preprocessing needs none of it
+
+    config: PretrainedConfig = CONFIG_MAPPING[model_type].from_dict(_decode_floats(json.loads(text)))
+    return config
 
 
 def _decode_floats(value: Any) -> Any:

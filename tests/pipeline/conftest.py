@@ -1,4 +1,4 @@
-"""A store on this machine, a real browser for the tests of pages, and what spares all of them time."""
+"""A store on this machine, a real browser for the tests of pages, and what decode processes of the tests import."""
 
 import shutil
 import sys
@@ -10,15 +10,9 @@ import pytest
 
 
 def pytest_collection_finish() -> None:
-    """Spare the tests what takes time and shows nothing.
-
-    Decode processes import what requests of the tests name: the server that forks them does it once. And transformers
-    prints each config that it parses for a log that is off.
-    """
+    """Let the server that forks decode processes import, once, what requests of the tests name."""
     if (sandbox := sys.modules.get("pipeline.video.sandbox")) is not None:
         sandbox._PRELOAD.append("tests.pipeline.forging")
-    if (configs := sys.modules.get("transformers.configuration_utils")) is not None:
-        configs.PreTrainedConfig.__repr__ = object.__repr__
 
 
 @pytest.fixture(scope="module")

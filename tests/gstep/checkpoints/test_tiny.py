@@ -180,3 +180,11 @@ def test_matrices_are_drawn_norms_are_one_and_biases_zero():
     assert 0.019 < float(made["a.weight"].float().std()) < 0.021
     assert bool((made["norm.weight"] == 1).all()) and not made["a.bias"].any()
     assert not torch.equal(made["a.weight"], draw_tensors(shapes, "cpu", torch.float16, seed=1)["a.weight"])
+
+
+def test_a_config_that_its_reader_changes_is_parsed_anew_for_the_next():
+    source = ModelSource.resolve("tiny")
+    first = source.parse_stock_config()
+    first.vision_config.hidden_size, first.text_config.num_hidden_layers = 1, 1
+    again = source.parse_stock_config()
+    assert again.vision_config.hidden_size > 1 and again.text_config.num_hidden_layers > 1
