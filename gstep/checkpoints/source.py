@@ -171,7 +171,7 @@ class ModelSource(TensorSource):
                 "pip install -U 'transformers<6', on every node"
             )
         try:
-            return deepcopy(_parse_config(self.model_type, json.dumps(self.config)))
+            return deepcopy(_parse_config(CONFIG_MAPPING[self.model_type], json.dumps(self.config)))
         except Exception as error:  # of any type that transformers raises for a wrong setting
             reason = f"{type(error).__name__}: {error}"
             raise ModelError(f"{self.name!r}: config.json is not valid ({reason}): {_COPY}") from error
@@ -237,12 +237,12 @@ class ModelSource(TensorSource):
 
 
 @lru_cache(maxsize=16)
-def _parse_config(model_type: str, text: str) -> PretrainedConfig:
-    """Parse the text of a config.json; transformers takes milliseconds, also to print the config for its log."""
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and preprocessing needs none of it
+def _parse_config(config_class: type[PretrainedConfig], text: str) -> PretrainedConfig:
+    """Parse the text of a config.json, which takes milliseconds: transformers also formats the config for its log.
 
-    config: PretrainedConfig = CONFIG_MAPPING[model_type].from_dict(_decode_floats(json.loads(text)))
-    return config
+    The result is shared between calls. Copy it before changing it.
+    """
+    return config_class.from_dict(_decode_floats(json.loads(text)))
 
 
 def _decode_floats(value: Any) -> Any:
