@@ -50,7 +50,7 @@ _SEGMENT_DOTS = r"/\.\.?(/|$)"
 
 
 class Roots(NamedTuple):
-    """What may be read: files below these folders, and objects below these prefixes."""
+    """The places that may be read: files below these folders and objects below these prefixes."""
 
     folders: Sequence[Path] = ()
     prefixes: Sequence[str] = ()

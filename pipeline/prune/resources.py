@@ -293,8 +293,8 @@ def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
 def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
     """Yield a note for each option about workers that the cluster cannot satisfy, and one if shards became smaller.
 
-    Fewer workers than requested are no shortfall if there are only so many videos. The plans are those of
-    ``plan_workers``.
+    A smaller number of workers than requested is not reported if there are only so many videos. Both plans are
+    results of ``plan_workers``.
     """
     for name, n_requested, n_planned in (
         ("decode-workers", config.decode_workers, plan.decode.workers),

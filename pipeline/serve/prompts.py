@@ -260,7 +260,7 @@ def parse_content(message: ClientMessage) -> list[dict[str, str]]:
     URLs are not checked.
 
     Raises:
-        ValueError: a part is of another kind, such as an image, or lacks its text or url.
+        ValueError: a part is neither text nor a video (an image, for example), or it has no text or URL.
     """
     content = message.get("content")
     if content is None or isinstance(content, str):

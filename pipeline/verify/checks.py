@@ -134,7 +134,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
 def _judge_error(error: Exception, label: str = "") -> tuple[Kind, str]:
     """Return the kind and the description of an error of reading a file.
 
-    A CorruptShard has its own kind and text; an Arrow error is of kind COMMIT, any other of kind UNREADABLE.
+    A CorruptShard brings its kind and text. An Arrow error has the kind COMMIT, and any other error UNREADABLE.
 
     Args:
         label: put before the text of an error that does not name the file.

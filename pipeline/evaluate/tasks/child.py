@@ -327,8 +327,8 @@ class LoadedTask:
     def _aggregate_all(self, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the task's numbers of an arm by METRIC, or by METRIC/PART for metrics with several numbers.
 
-        What is not a finite number is None; a failed aggregation gives the text of its error. Metrics without any
-        result are left out.
+        Values that are not finite numbers become None, and a failed aggregation gives the text of its error. Metrics
+        without any result are left out.
         """
         numbers: dict[str, Any] = {}
         for metric in self._aggregations:
@@ -364,19 +364,19 @@ class LoadedTask:
         """Return the scores of documents if the metric is a mean of them, with the keys below.
 
         To test this, each document is also scored with its right answer, the first two numbers in it as "X - Y", an
-        empty reply and "A". It is no mean if only some arms have a result for a document.
+        empty reply and "A". A metric is not a mean if only some arms have a result for a document.
 
         Args:
             name: METRIC or METRIC/PART.
             results: label -> results in the order of ``numbers``.
 
         Returns:
-            - ``scores``: label -> document number as text -> score in [0, 1], of documents that count; None if it is no
-              mean.
-            - ``mean_over``: "questions" or a field; None if it is no mean.
+            - ``scores``: label -> document number as text -> score in [0, 1], of documents that count; None if the
+              metric is not a mean.
+            - ``mean_over``: "questions" or a field; None if the metric is not a mean.
             - ``weights``: weights of the field's values; {} without a field.
-            - ``percent``: whether the number is a percentage; if it is no mean, whether any number, of an arm or of a
-              test reply, is above 1 (None if no document has a result in all arms).
+            - ``percent``: whether the number is a percentage. If the metric is not a mean: whether any number, of an
+              arm or of a test reply, is above 1 (None if no document has a result in all arms).
         """
         metric, _, part = name.partition("/")
         has_metric = [[metric in result for result in of_one] for of_one in zip(*results.values(), strict=True)]

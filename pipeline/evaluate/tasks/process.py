@@ -181,7 +181,7 @@ def render_tasks(tasks: Sequence[TaskFit]) -> RenderableType:
 def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:
     """Run the child process on a request in a temporary folder, and return its answer, which may be a ``refusal``.
 
-    There is no time limit.
+    The child runs without a time limit.
 
     Args:
         request: what :mod:`pipeline.evaluate.tasks.child` reads; {} asks for the list of tasks.
