@@ -1,15 +1,22 @@
-"""The lazy selection of large inputs against the oracle and the plain form; its bound; and who takes it."""
+"""The lazy selection of large inputs: against the oracle and the plain form, its bound, who takes it, its precision."""
 
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import normalize
+from torch.overrides import TorchFunctionMode
 
 import gstep
+from gstep.density import spatio_temporal_density
 from gstep.selection import dispatch, lazy
+from gstep.selection.dispatch import MAX_PLAIN_PRODUCTS
 from gstep.selection.lazy import (
     MARGIN,
     ConvertedTokens,
@@ -19,13 +26,35 @@ from gstep.selection.lazy import (
     lazy_density_guided_fps,
     survey_tokens,
 )
+from gstep.selection.precision import use_full_precision
 from gstep.selection.reference import density_guided_fps
 from tests.gstep.oracle import oracle
-from tests.gstep.selection.videos import KINDS, density, video
 from tests.gstep.synthetic import defaults, edge_videos
 from tests.interpreter import run_python
 
 BLOCKS = [1, 5, 64, None]
+KINDS = ["low rank", "scenes", "random"]
+
+
+def video(kind: str, n_frames: int = 12, per_frame: int = 49, hidden: int = 384, seed: int = 0) -> Tensor:
+    """Draw [T,N,D] bfloat16 that change slowly and cut once.
+
+    They are of low rank (a bound tells much), scenes in directions of their own (it tells which picks are likeliest) or
+    random (it tells nothing).
+    """
+    rng = torch.Generator().manual_seed(seed)
+    if kind == "random":
+        return torch.randn(n_frames, per_frame, hidden, generator=rng).bfloat16()
+    rank = 24 if kind == "low rank" else hidden
+    content, change = torch.randn(2, 2, per_frame, rank, generator=rng)
+    time = torch.linspace(0, 1, n_frames)[:, None, None]
+    place = torch.where(time < 0.6, content[0] + time * change[0], content[1] + time * change[1])
+    basis = torch.linalg.qr(torch.randn(hidden, rank, generator=rng))[0].T * (hidden / rank) ** 0.5
+    return (place @ basis + 0.3 * torch.randn(n_frames, per_frame, hidden, generator=rng)).bfloat16()
+
+
+def density(tokens_TND: Tensor) -> Tensor:
+    return spatio_temporal_density(tokens_TND)[0].flatten()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,3 +198,105 @@ print((after - before) * 1024 / (tokens.numel() * 2))
 def test_memory_stays_below_the_tokens_own_again() -> None:
     done = run_python("-c", MEMORY, check=True, timeout=500)
     assert float(done.stdout) < 1.0
+
+
+CUDA, CPU, ALL = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None), torch.backends
+
+
+def put(target: Any, name: str, value: Any) -> Callable[[], None]:
+    return partial(setattr, target, name, value)
+
+
+SETTINGS: dict[str, list[Callable[[], None]]] = {
+    "nothing": [],
+    **{name: [partial(torch.set_float32_matmul_precision, name)] for name in ("high", "medium", "highest")},
+    "allow_tf32": [put(CUDA, "allow_tf32", True)],
+    "GPU": [put(CUDA, "fp32_precision", "tf32")],
+    "CPU": [put(CPU, "fp32_precision", "bf16")],
+    "both": [put(CUDA, "fp32_precision", "tf32"), put(CPU, "fp32_precision", "tf32")],
+    "all": [put(ALL, "fp32_precision", "tf32")],
+    "old and new": [partial(torch.set_float32_matmul_precision, "medium"), put(CPU, "fp32_precision", "tf32")],
+}
+
+
+def state() -> list[str]:
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "mixed"
+    return [older, CUDA.fp32_precision, CPU.fp32_precision]
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """The settings are as they were afterwards."""
+    if CPU is None:
+        pytest.skip("needs torch 2.9")
+    yield
+    put(ALL, "fp32_precision", "none")()
+    torch.set_float32_matmul_precision("highest")
+    for target in (CUDA, CPU):
+        put(target, "fp32_precision", "none")()
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_full_within_and_restored_after(name: str) -> None:
+    for change in SETTINGS[name]:
+        change()
+    before = state()
+    for _ in range(2):
+        with pytest.raises(KeyError), use_full_precision(), use_full_precision():
+            assert set(state()[1:]) <= {"none", "ieee"}
+            assert state()[0] == "highest" or name == "old and new"  # torch still tells of no single setting there
+            raise KeyError
+        assert state() == before
+    if name == "all":  # an operator without a setting of its own has none now
+        put(ALL, "fp32_precision", "ieee")()
+        assert state()[1:] == ["ieee", "ieee"]
+
+
+@pytest.mark.usefixtures("settings")
+def test_threads_leave_the_settings_of_before_the_first() -> None:
+    torch.set_float32_matmul_precision("medium")
+    entered, leave = threading.Barrier(3), [threading.Event(), threading.Event()]
+    seen: list[list[str]] = []
+
+    def work(place: int) -> None:
+        with use_full_precision():
+            entered.wait()
+            leave[place].wait()
+            seen.append(state())
+
+    threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    entered.wait()
+    for thread, event in zip(threads, leave, strict=True):
+        assert state() == ["highest", "ieee", "ieee"]
+        event.set()
+        thread.join()
+    assert seen == [["highest", "ieee", "ieee"]] * 2
+    assert state() == ["medium", "tf32", "bf16"]
+
+
+class Bfloat16Products(TorchFunctionMode):
+    """What oneDNN does under "medium" on a CPU with bfloat16: it rounds the factors of float32 matrix products."""
+
+    NAMES = frozenset({"__matmul__", "matmul", "mm", "mv"})
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in self.NAMES and CPU.fp32_precision == "bf16":
+            args = [a.bfloat16().float() if a.dtype == torch.float32 else a for a in args]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize("hidden", [256, 2048])  # the wide one is sampled lazily
+def test_medium_selects_the_same_where_it_means_bfloat16(hidden: int) -> None:
+    tokens = video("scenes", 10, 50, hidden).float() * 1.01
+    assert (tokens.numel() * 125 > MAX_PLAIN_PRODUCTS) == (hidden > 256)
+    expected = gstep.prune(tokens)
+    torch.set_float32_matmul_precision("medium")
+    with Bfloat16Products():
+        assert gstep.prune(tokens) == expected
