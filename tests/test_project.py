@@ -59,37 +59,25 @@ def test_top_level_is_the_four_rooms():
     assert {name for name in top if not name.startswith(".")} <= known
 
 
-HEAVY = {"torch", "transformers", "ray", "pyarrow", "av", "decord", "triton"}
+LIGHT = {  # and what importing it does not load; what loads torch is in gstep/backbones/test_base.py
+    "gstep": {"torch", "transformers", "ray", "pyarrow", "av", "decord", "triton"},
+    "gstep.backbones.preprocess": {"torch", "transformers"},  # travels to every decoder
+    "jobs.prune": {"torch", "ray", "pyarrow", "transformers", "av", "decord"},
+    "jobs.generate": {"torch", "ray", "pyarrow", "transformers", "av", "decord"},
+    "pipeline.prune.config": {"torch", "ray", "pyarrow", "transformers"},
+    # What Ray's workers load each time one starts: decoders and writers never touch a tensor.
+    "pipeline.runner.worker_heartbeat": {"torch", "transformers", "av", "pyarrow", "ray.data"},
+    "pipeline.prune.write_stage": {"torch", "transformers", "av", "ray.data"},
+    "pipeline.prune.decode_stage": {"torch", "transformers", "ray.data"},
+}
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        {
-            "gstep": HEAVY,
-            "gstep.backbones.preprocess": {"torch", "transformers"},  # travels to every decoder
-            "jobs.prune": {"torch", "ray", "pyarrow", "transformers", "av", "decord"},
-            "jobs.generate": {"torch", "ray", "pyarrow", "transformers", "av", "decord"},
-            "pipeline.prune.config": {"torch", "ray", "pyarrow", "transformers"},
-            # What Ray's workers load each time one starts: decoders and writers never touch a tensor.
-            "pipeline.runner.worker_heartbeat": {"torch", "transformers", "av", "pyarrow", "ray.data"},
-            "pipeline.prune.write_stage": {"torch", "transformers", "av", "ray.data"},
-            "pipeline.prune.decode_stage": {"torch", "transformers", "ray.data"},
-        },
-        {
-            "gstep.pruners": HEAVY - {"torch"},
-            "gstep.backbones": {"transformers", "ray", "pyarrow"},
-            "pipeline.cache.reader": {"transformers", "ray", "av", "decord"},
-        },
-    ],
-    ids=["without-torch", "with-torch"],
-)
-def test_importing_stays_light(modules):
+def test_importing_stays_light():
     """In one process, the lightest first: a module that loads too much shows in its line and in later ones."""
     code = "import importlib, sys\n"
-    code += f"for name, absent in {modules!r}.items():\n"
+    code += f"for name, absent in {LIGHT!r}.items():\n"
     code += "    importlib.import_module(name)\n    print(name, *sorted(absent & set(sys.modules)))"
-    assert run(sys.executable, "-c", code).stdout.split("\n")[:-1] == list(modules)
+    assert run(sys.executable, "-c", code).stdout.split("\n")[:-1] == list(LIGHT)
 
 
 CONNECTION = "pipeline/runner/cluster/connection.py"

@@ -344,14 +344,23 @@ def test_unknown_names_are_refused(wrong, machine):
 def test_tables_need_no_torch_selections_no_triton_preprocessing_no_transformers_and_live_pruning_those_alone():
     code = """
 import pickle, sys
-sys.modules.update(dict.fromkeys(["torchvision", "ray", "pyarrow", "av", "decord", "num2words"]))
+
+def block(*names):  # what is loaded from here on needs none of them
+    assert not {*names} & {*sys.modules}
+    sys.modules.update(dict.fromkeys(names))
+
 import gstep.methods, gstep.families
 assert "torch" not in sys.modules
-sys.modules["triton"] = None
+import gstep.pruners
+block("triton", "ray", "av", "decord", "torchvision", "num2words")
+assert not {"transformers", "pyarrow"} & {*sys.modules}
 import gstep.selection.gpu.launch
 gstep.make_pruner("gstep")
 import gstep.backbones
-assert not {"transformers", "safetensors", "huggingface_hub"} & set(sys.modules)
+assert not {"transformers", "safetensors", "huggingface_hub", "pyarrow"} & {*sys.modules}
+import pipeline.cache.reader
+assert "transformers" not in sys.modules
+sys.modules.update(dict.fromkeys([name for name in sys.modules if name.partition(".")[0] == "pyarrow"]))
 from gstep.backbones import ModelSource, choose_runtime, family_of
 source = ModelSource.resolve("tiny")
 preprocessor = pickle.loads(pickle.dumps(family_of(source).preprocessor()))
