@@ -63,10 +63,15 @@ def _int8(name: str, weight: Tensor) -> dict[str, Tensor]:
     return {f"{name}.weight": (weight.float() / scale).round().to(torch.int8), f"{name}.weight_scale": scale}
 
 
-def _gptq(name: str, weight: Tensor) -> dict[str, Tensor]:
+def _in_four_bits(weight: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    """Return numbers in [0, 15], reshaped, and the scales of groups of 32 inputs."""
     grouped = weight.float().T.reshape(-1, 32, len(weight))  # [groups,32,out]
     scales = grouped.abs().amax(1) / 7
-    numbers = ((grouped / scales[:, None]).round() + 8).clamp(0, 15).to(torch.int32).reshape(-1, 8, len(weight))
+    return ((grouped / scales[:, None]).round() + 8).clamp(0, 15).to(torch.int32).reshape(shape), scales
+
+
+def _gptq(name: str, weight: Tensor) -> dict[str, Tensor]:
+    numbers, scales = _in_four_bits(weight, -1, 8, len(weight))
     packed = sum((numbers[:, i] << (4 * i) for i in range(8)), torch.zeros_like(numbers[:, 0]))
     return {
         f"{name}.qweight": packed.contiguous(),
@@ -77,9 +82,7 @@ def _gptq(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def _awq(name: str, weight: Tensor) -> dict[str, Tensor]:
-    grouped = weight.float().T.reshape(-1, 32, len(weight))  # [groups,32,out]
-    scales = grouped.abs().amax(1) / 7
-    numbers = ((grouped / scales[:, None]).round() + 8).clamp(0, 15).to(torch.int32).reshape(-1, len(weight) // 8, 8)
+    numbers, scales = _in_four_bits(weight, -1, len(weight) // 8, 8)
     order = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight neighbouring outputs in an integer
     packed = sum((numbers[..., k] << (4 * i) for i, k in enumerate(order)), torch.zeros_like(numbers[..., 0]))
     zeros = torch.full((len(scales), len(weight) // 8), 0x88888888 - 2**32, dtype=torch.int64).to(torch.int32)

@@ -28,16 +28,22 @@ from tests.gstep.synthetic import FLOATS, prune, video
 from tests.waiting import wait_until
 
 
-def test_unknown_names_say_what_is_known() -> None:
-    for method in ("gsteb", None, ["gstep"]):
-        with pytest.raises(ValueError, match=r"unknown method .*none, random, uniform, topk, fps, gstep"):
-            gstep.make_pruner(method)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"unknown parameter alhpa .*'gstep'.*alpha, beta"):
-        gstep.prune(video(2, 3, 4), alhpa=0.5)
-    with pytest.raises(ValueError, match=r"unknown parameter alpha of method 'random'; it accepts: none"):
-        gstep.make_pruner("random", alpha=0.5)
-    with pytest.raises(ValueError, match="unknown parameter name"):
-        gstep.make_pruner("gstep", name="mine")
+@pytest.mark.parametrize(
+    ("method", "params", "words"),
+    [
+        *(
+            (name, {}, "unknown method .*none, random, uniform, topk, fps, gstep")
+            for name in ("gsteb", None, ["gstep"])
+        ),
+        ("gstep", {"alhpa": 0.5}, "unknown parameter alhpa .*'gstep'.*alpha, beta"),
+        ("random", {"alpha": 0.5}, "unknown parameter alpha of method 'random'; it accepts: none"),
+        ("gstep", {"name": "mine"}, "unknown parameter name"),
+    ],
+)
+def test_unknown_names_say_what_is_known(method: Any, params: dict[str, Any], words: str) -> None:
+    for refuse in (gstep.make_pruner, lambda method, **params: gstep.prune(video(2, 3, 4), method=method, **params)):
+        with pytest.raises(ValueError, match=words):
+            refuse(method, **params)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = gstep.nonsense  # type: ignore[attr-defined]
 

@@ -59,6 +59,10 @@ def features_of(stock, preprocessor, frames, dtype):
     return [output.pooler_output[0], *(level[0] for level in levels)]
 
 
+def parts(visual):
+    return [visual.tokens, *visual.deepstack, *(visual.evidence[name] for name in sorted(visual.evidence))]
+
+
 def settings_file(folder):
     own = folder / "video_preprocessor_config.json"
     return own if own.exists() else folder / "preprocessor_config.json"

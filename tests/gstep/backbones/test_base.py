@@ -27,6 +27,7 @@ from tests.gstep.backbones.encoders import (
     STOCK,
     asked_of,
     frames_for,
+    parts,
     stock_features,
 )
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
@@ -113,10 +114,6 @@ def short_videos(model):
     source = ModelSource.resolve(model)
     shapes = [(2, (10, 14)), (1 + (model != "tiny"), (8, 11)), (3, (14, 10))]
     return [frames_for(source, n, shape, seed) for seed, (n, shape) in enumerate(shapes)]
-
-
-def parts(visual):
-    return [visual.tokens, *visual.deepstack, *(visual.evidence[name] for name in sorted(visual.evidence))]
 
 
 def check_same_bits(model, runtime):

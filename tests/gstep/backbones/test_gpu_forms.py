@@ -10,7 +10,7 @@ from transformers.vision_utils import get_vision_window_index
 
 from gstep.backbones import ModelSource, Runtime, family_of, gpu_forms
 from gstep.backbones.gpu_forms import FusedSteps, attend_in_pieces, optimize_qwen
-from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, MERGED, QWEN, asked_of, frames_for, load_stock
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, MERGED, QWEN, asked_of, frames_for, load_stock, parts
 from tests.gstep.synthetic import needs_cuda
 
 MODELS = ["tiny", *QWEN, "tiny-internvl"]
@@ -23,10 +23,6 @@ def loaded(name, runtime=FLOAT32):
     for _ in range(2):
         suited.steps = suited._suit_gpu()
     return stock, suited
-
-
-def parts(visual):
-    return visual.tokens, *visual.deepstack, *visual.evidence.values()
 
 
 @pytest.mark.parametrize("name", MODELS)

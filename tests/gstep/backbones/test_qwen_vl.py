@@ -260,13 +260,17 @@ def test_a_tower_whose_weights_have_scales_is_refused(folder):
             call()
 
 
-def test_what_is_missing_of_a_vision_part_is_told_by_names_alone(folder):
+def test_what_is_missing_of_a_vision_part_is_told_by_names_alone_and_a_newline_when_it_is_read(folder):
     assert family_of(ModelSource.resolve(folder)).check_tensors()
     with changed_tensors(folder) as tensors:
         gone = next(key for key in tensors if "visual" in key or "vision" in key)
         del tensors[gone]
     with pytest.raises(ModelError, match="download the whole checkpoint"):
         family_of(ModelSource.resolve(folder)).check_tensors()
+    with changed_tensors(folder) as tensors:
+        del tensors["image_newline"]
+    with pytest.raises(ModelError, match="image_newline"):
+        family_of(ModelSource.resolve(folder)).static()
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3-5"])
@@ -415,13 +419,6 @@ def test_what_a_preprocessor_file_leaves_out_is_the_class_default(folder):
     preprocessor = family_of(ModelSource.resolve(folder)).preprocessor()
     assert preprocessor.image_mean == (0.48145466, 0.4578275, 0.40821073)
     assert preprocessor.target_size(32, 1080, 1920) == (384, 384)
-
-
-def test_a_checkpoint_without_newline_is_refused(folder):
-    with changed_tensors(folder) as tensors:
-        del tensors["image_newline"]
-    with pytest.raises(ModelError, match="image_newline"):
-        family_of(ModelSource.resolve(folder)).static()
 
 
 def test_the_layer_is_the_one_that_the_tokens_come_from():

@@ -25,13 +25,13 @@ class Live(NamedTuple):
     processor: Any
 
 
-def make_video(n_frames: int = 8) -> tuple[torch.Tensor, SampledVideo]:
+def make_video(n_frames: int = 8, fps: float = 2.0) -> tuple[torch.Tensor, SampledVideo]:
     """A square that moves over a still picture, [F,H,W,3] uint8."""
     still = torch.randint(0, 256, (H, W, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     frames = still.repeat(n_frames, 1, 1, 1)
     for i in range(n_frames):
         frames[i, 20:40, 5 * i : 5 * i + 20] = torch.tensor([250, 30 * i % 256, 40], dtype=torch.uint8)
-    return frames, SampledVideo(H, W, [i / 2 for i in range(n_frames)], None, 2.0, n_frames)
+    return frames, SampledVideo(H, W, [i / fps for i in range(n_frames)], None, fps, n_frames)
 
 
 def render(processor: Any, *parts: dict[str, str]) -> str:

@@ -49,7 +49,7 @@ CONVERSATION: list[ChatMessage] = [
     {"role": "assistant", "content": [{"type": "text", "text": "Bien, 什么?"}]},
     {"role": "user", "content": [{"type": "text", "text": "Here:"}, *ASKED[0]["content"]]},
 ]
-N_FRAMES, HEIGHT, WIDTH, FPS = 8, 56, 84, 1.3
+N_FRAMES, FPS = 8, 1.3
 #: (frames, height, width): few and odd numbers of frames, frames below a patch, extreme and ordinary shapes.
 BLACK = torch.zeros(6, 60, 90, 3, dtype=torch.uint8)
 SHAPES = [(1, 56, 84), (2, 56, 84), (7, 56, 56), (5, 90, 160), (4, 1, 99), (2, 10, 1500)]
@@ -61,15 +61,6 @@ STATEFUL = {
 }
 #: Families that always run: deepstack and M-RoPE, a tail, token types, slices of frames and states.
 QUICK = ("qwen3_vl", "llava_onevision", "gemma4", "minicpmv4_6")
-
-
-def make_clip() -> Tensor:
-    """Make frames [F,H,W,3] uint8 of a square that moves over fixed noise."""
-    noise = torch.Generator().manual_seed(1)
-    frames = torch.randint(0, 256, (HEIGHT, WIDTH, 3), generator=noise, dtype=torch.uint8).repeat(N_FRAMES, 1, 1, 1)
-    for i in range(N_FRAMES):
-        frames[i, 10:30, 5 + 6 * i : 25 + 6 * i] = torch.tensor([250, 30 * i, 40], dtype=torch.uint8)
-    return frames
 
 
 @dataclass(frozen=True)
@@ -132,8 +123,8 @@ def case(request, tiny_checkpoint, tmp_path_factory) -> Iterator[Case]:
 
 def encode_clip(backbone: GenericBackbone) -> VisualTokens:
     """Encode the clip by the generic family."""
-    sampled = SampledVideo(HEIGHT, WIDTH, [i / FPS for i in range(N_FRAMES)], None, FPS, N_FRAMES)
-    return backbone.encode(make_clip(), video=sampled)
+    frames, sampled = live.make_video(N_FRAMES, FPS)
+    return backbone.encode(frames, video=sampled)
 
 
 def read_by_stock(folder: str, messages: list[ChatMessage] = ASKED) -> dict[str, Any]:
@@ -142,10 +133,10 @@ def read_by_stock(folder: str, messages: list[ChatMessage] = ASKED) -> dict[str,
     if hasattr(processor.video_processor, "use_token_compression"):
         processor.video_processor.use_token_compression = False  # in favor of the pruning method
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    metadata = VideoMetadata(N_FRAMES, FPS, WIDTH, HEIGHT, N_FRAMES / FPS, frames_indices=list(range(N_FRAMES)))
+    metadata = VideoMetadata(N_FRAMES, FPS, live.W, live.H, N_FRAMES / FPS, frames_indices=list(range(N_FRAMES)))
     options = {"video_metadata": [metadata], "fps": FPS, "return_metadata": True, "return_mm_token_type_ids": True}
     options |= {"do_sample_frames": False, "return_tensors": "pt"}
-    return dict(processor(text=[text], videos=[make_clip().permute(0, 3, 1, 2)], **options))
+    return dict(processor(text=[text], videos=[live.make_video(N_FRAMES)[0].permute(0, 3, 1, 2)], **options))
 
 
 @torch.no_grad()
@@ -274,28 +265,22 @@ VIDEOS = (
 )
 
 
-def make_frames(video: SampledVideo) -> Tensor:
-    """Make frames [F,H,W,3] uint8 of fixed noise."""
-    seeded = torch.Generator().manual_seed(2)
-    return torch.randint(0, 256, (video.n_frames, video.height, video.width, 3), generator=seeded, dtype=torch.uint8)
-
-
-def encode(source, video) -> Visual:
+def encode(backbone, video) -> Visual:
     """Encode a video, and keep every third token."""
-    family = family_of(source)
-    size = family.preprocessor().target_size(video.n_frames, video.height, video.width)
-    backbone = family.load(FLOAT32)
-    encoded = backbone.encode(family.preprocessor().resize(make_frames(video), size), video=video)
+    shape = video.n_frames, video.height, video.width
+    height, width = size = backbone.preprocessor.target_size(*shape)
+    encoded = backbone.encode(backbone.preprocessor.resize(make_noise(*shape), size), video=video)
     kept = torch.arange(0, encoded.tokens[..., 0].numel(), 3)
-    extra = backbone.model_extra(replace(video, height=size[0], width=size[1]))
+    extra = backbone.model_extra(replace(video, height=height, width=width))
     return visual_of(encoded, kept, torch.bfloat16, backbone.newline(), **extra)
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_a_generic_model_has_the_tokens_prompts_and_positions_of_the_family_with_its_own_code(name, tiny_checkpoint):
     sources = [ModelSource.resolve(tiny_checkpoint(name), family=family) for family in (None, "generic")]
+    backbones = [family_of(source).load(FLOAT32) for source in sources]
     for video in VIDEOS:
-        a, b = visuals = [encode(source, video) for source in sources]
+        a, b = visuals = [encode(backbone, video) for backbone in backbones]
         assert all(map(torch.equal, (a.tokens, *a.deepstack), (b.tokens, *b.deepstack)))
         assert len(a.deepstack) == len(b.deepstack)
         for positions in ("original", "contiguous"):
@@ -332,7 +317,7 @@ def test_no_method_prunes_inside_a_generic_model(source):
 
 @pytest.fixture
 def visual(source) -> Visual:
-    return encode(source, VIDEOS[0])
+    return encode(family_of(source).load(FLOAT32), VIDEOS[0])
 
 
 def test_a_pickled_builder_takes_a_system_message_through_the_checkpoint_s_template(source, visual):
@@ -374,7 +359,7 @@ def test_what_a_generic_prompt_does_not_have_is_refused_by_name(source, visual):
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma4", "llava_onevision"])
 def test_a_record_has_all_that_the_processor_returned_but_pixels_and_paths(name, tiny_checkpoint):
     source = ModelSource.resolve(tiny_checkpoint(name), family="generic")
-    record = encode(source, VIDEOS[0]).extra["record"]
+    record = encode(family_of(source).load(FLOAT32), VIDEOS[0]).extra["record"]
     assert len(record) < 4096
     output, version = decode_record(record)
     content = zlib.decompress(base64.b64decode(record)).decode()

@@ -206,27 +206,18 @@ def test_several_videos_are_refused(live):
         case.model.generate(**keep_taken(case, inputs))
 
 
-@pytest.mark.parametrize(
-    ("method", "params", "message"),
-    [
-        ("fastv", {}, "'fastv' prunes inside the language model"),
-        ("holitom", {}, "'holitom' needs token_attention"),
-        ("gstep", {"alphabet": 1}, "alphabet"),
-    ],
-)
-def test_a_method_that_does_not_go_is_refused_at_entry(live, method, params, message):
-    with pytest.raises(ValueError, match=message), gstep.pruning(live("qwen3_vl").model, method, **params):
-        pytest.fail("the context was entered")
-
-
-def test_models_that_do_not_go_are_refused_at_entry(live):
+def test_methods_and_models_that_do_not_go_are_refused_at_entry(live):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    text = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM .* takes no mm_encoder_outputs.* needs a model that reads"):
-        gstep.pruning(text).__enter__()
-    with pytest.raises(ModelError, match="str is no model of transformers"):
-        gstep.pruning("tiny").__enter__()
-    model = live("qwen3_vl").model
+    text, model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)), live("qwen3_vl").model
+    for given, method, params, error, message in (
+        (model, "fastv", {}, ValueError, "'fastv' prunes inside the language model"),
+        (model, "holitom", {}, ValueError, "'holitom' needs token_attention"),
+        (model, "gstep", {"alphabet": 1}, ValueError, "alphabet"),
+        (text, "gstep", {}, ModelError, "LlamaForCausalLM .* takes no mm_encoder_outputs.* needs a model that reads"),
+        ("tiny", "gstep", {}, ModelError, "str is no model of transformers"),
+    ):
+        with pytest.raises(error, match=message):
+            gstep.pruning(given, method, **params).__enter__()
     with gstep.pruning(model), pytest.raises(ValueError, match="within a pruning context already"):
         gstep.pruning(model).__enter__()
     assert "generate" not in vars(model)

@@ -177,18 +177,13 @@ def stock_positions(name, prompt, videos):
 
 
 @pytest.mark.parametrize("name", QWEN)
-def test_positions_of_all_tokens_are_those_of_the_stock_model(name):
+def test_positions_of_all_tokens_and_of_several_turns_are_those_of_the_stock_model(name):
     for n_frames, seconds in product((1, 5, 40), (0.5, 1.3, 2.0, 7.77)):
         videos = [video(name, n_frames, seconds=seconds), video(name, 2, seconds=0.4, grid=(10, 6))]
         prompt = builder(name).build("What is happening?", videos)
         assert torch.equal(prompt.positions, stock_positions(name, prompt, videos)), (n_frames, seconds)
-
-
-@pytest.mark.parametrize("name", QWEN)
-def test_positions_of_several_turns_are_those_of_the_stock_model(name):
-    clips = [video(name, 5), video(name, 2, seconds=0.4, grid=(10, 6))]
-    prompt = builder(name).build_chat(BOTH, clips)
-    assert torch.equal(prompt.positions, stock_positions(name, prompt, clips))
+    prompt = builder(name).build_chat(BOTH, videos)
+    assert torch.equal(prompt.positions, stock_positions(name, prompt, videos))
     (first, second) = prompt.spans
     assert first[1] < second[0]  # the reply stands between the two
 

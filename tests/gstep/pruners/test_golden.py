@@ -70,9 +70,14 @@ def test_all_cases_are_here() -> None:
         assert (len(cases), sum(case["stable"] for case in cases)) == (84, stable)
 
 
-def prune_case(case: dict[str, Any], tokens: torch.Tensor) -> gstep.PrunedTokens:
-    asked = {"retention_ratio": case["ratio"]} if case["budget"] is None else {"budget": case["budget"]}
-    return gstep.prune(tokens, method=case["method"], **asked, **case["params"])
+def run(case: dict[str, Any], tokens: torch.Tensor) -> gstep.PrunedTokens:
+    places = {name: value for name, value in case["params"].items() if name in ("grid", "times")}
+    params = {name: value for name, value in case["params"].items() if name not in places}
+    pruner = gstep.make_pruner(case["method"], **params)
+    names = pruner.needs | pruner.optional
+    evidence = {name: tensor(EVIDENCE[f"{name}/{case['input']}"], torch.float32).to(tokens.device) for name in names}
+    asked = {"retention_ratio": case["ratio"]} if case.get("budget") is None else {"budget": case["budget"]}
+    return gstep.prune(tokens, method=case["method"], evidence=evidence, **asked, **places, **params)
 
 
 def picks(pruned: gstep.PrunedTokens) -> list[int]:
@@ -85,7 +90,7 @@ def test_the_order_of_the_paper(name: str, dtype: torch.dtype, step: int) -> Non
     wrong = []
     for case in (case for case in OWN[::step] if case["input"] == name):
         tokens = tokens_of(case, dtype)
-        order, golden = picks(prune_case(case, tokens)), case["index"].tolist()
+        order, golden = picks(run(case, tokens)), case["index"].tolist()
         if (name, case["params"].get("start")) in TIED_START:
             assert order[0] == 0
             chosen_start = torch.zeros(tokens.shape[0] * tokens.shape[1])
@@ -102,7 +107,7 @@ def test_the_order_of_the_paper(name: str, dtype: torch.dtype, step: int) -> Non
 def test_bfloat16_selects_what_the_same_values_in_float64_do() -> None:
     for case in OWN[::17]:
         tokens = tokens_of(case, torch.bfloat16)
-        assert picks(prune_case(case, tokens)) == picks(prune_case(case, tokens.double())), case["case"]
+        assert picks(run(case, tokens)) == picks(run(case, tokens.double())), case["case"]
 
 
 @needs_cuda
@@ -110,7 +115,7 @@ def test_bfloat16_selects_what_the_same_values_in_float64_do() -> None:
 def test_the_order_of_the_paper_on_cuda(dtype: torch.dtype) -> None:
     wrong = []
     for case in OWN:
-        order, golden = picks(prune_case(case, tokens_of(case, dtype).cuda())), case["index"].tolist()
+        order, golden = picks(run(case, tokens_of(case, dtype).cuda())), case["index"].tolist()
         prefix = case["reliable_prefix"] or 0
         tied = (case["input"], case["params"].get("start")) in TIED_START
         if not tied and (sorted(order) != sorted(golden) or order[:prefix] != golden[:prefix]):
@@ -140,15 +145,6 @@ def test_curves(dtype: torch.dtype) -> None:
         _, name, *kind = key.split("/")
         ours = our_curve(kind, tensor(GSTEP[f"H/{name}"], dtype)).numpy().reshape(GSTEP[key].shape)
         np.testing.assert_allclose(ours, GSTEP[key], rtol=1e-9, atol=1e-12, err_msg=key)
-
-
-def run(case: dict[str, Any], tokens: torch.Tensor) -> gstep.PrunedTokens:
-    places = {name: value for name, value in case["params"].items() if name in ("grid", "times")}
-    params = {name: value for name, value in case["params"].items() if name not in places}
-    pruner = gstep.make_pruner(case["method"], **params)
-    names = pruner.needs | pruner.optional
-    evidence = {name: tensor(EVIDENCE[f"{name}/{case['input']}"], torch.float32).to(tokens.device) for name in names}
-    return gstep.prune(tokens, case["ratio"], case["method"], evidence=evidence, **places, **params)
 
 
 def list_differences(case: dict[str, Any], pruned: gstep.PrunedTokens) -> list[str]:

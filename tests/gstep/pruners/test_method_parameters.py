@@ -59,15 +59,20 @@ def test_flashvid_expands_the_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("price", "merges", "most", "expected"),
+    ("divide", "weights", "count", "most", "expected"),
     [
-        ([0.0, 0.0, 0.0], 7, 9, [3, 2, 2]),  # equal fractions: the earlier
-        ([0.0, 10.0, 10.0], 6, 9, [6, 0, 0]),
-        ([0.0, 10.0, 10.0], 6, 3, [3, 2, 1]),  # what does not fit is divided again
+        (divide_merges, [0.0, 0.0, 0.0], 7, 9, [3, 2, 2]),  # equal fractions: the earlier
+        (divide_merges, [0.0, 10.0, 10.0], 6, 9, [6, 0, 0]),
+        (divide_merges, [0.0, 10.0, 10.0], 6, 3, [3, 2, 1]),  # what does not fit is divided again
+        # 1 each, 5.6 2.6 1.8 rounded down; 2 more to the largest fraction.
+        (divide_budget, [0.56, 0.26, 0.18], 13, 20, [6, 3, 4]),
+        (divide_budget, [0.8, 0.1, 0.1], 13, 7, [7, 4, 2]),  # the first is full; equal fractions: the earlier one
+        (divide_budget, [0.9, 0.06, 0.04], 2, 20, [2, 0, 0]),  # less than one a frame: 1.8 0.12 0.08
     ],
 )
-def test_ottvid_divides_merges(price: list[float], merges: int, most: int, expected: list[int]) -> None:
-    assert divide_merges(torch.tensor(price, dtype=torch.float64), merges, most, 1.0) == expected
+def test_ottvid_divides_merges_and_vcast_a_budget(divide: Any, weights: list[float], count, most, expected) -> None:
+    price = () if divide is divide_budget else (1.0,)
+    assert list(divide(torch.tensor(weights, dtype=torch.float64), count, most, *price)) == expected
 
 
 def test_ottvid_transports_all_mass_at_the_lowest_cost_and_stays_finite_at_any_eps() -> None:
@@ -86,18 +91,6 @@ def test_ottvid_drops_what_is_too_far_and_keeps_the_count() -> None:
     assert [pruned.n_kept for pruned in kept] == [20, 20, 20]
     n_merged = [int(pruned.merged.sum()) for pruned in kept if pruned.merged is not None]
     assert n_merged[0] == 0 < n_merged[1] < n_merged[2]
-
-
-@pytest.mark.parametrize(
-    ("weights", "budget", "per_frame", "expected"),
-    [
-        ([0.56, 0.26, 0.18], 13, 20, [6, 3, 4]),  # 1 each, 5.6 2.6 1.8 rounded down; 2 more to the largest fraction
-        ([0.8, 0.1, 0.1], 13, 7, [7, 4, 2]),  # the first is full; equal fractions: the earlier one
-        ([0.9, 0.06, 0.04], 2, 20, [2, 0, 0]),  # less than one a frame: 1.8 0.12 0.08
-    ],
-)
-def test_vcast_divides_a_budget(weights: list[float], budget: int, per_frame: int, expected: list[int]) -> None:
-    assert divide_budget(torch.tensor(weights, dtype=torch.float64), budget, per_frame).tolist() == expected
 
 
 def test_tango_looks_at_the_grid_and_at_times() -> None:

@@ -51,10 +51,6 @@ def test_a_method_is_found_again_by_what_names_it() -> None:
     for name, kind in gstep.PRUNERS.items():
         assert get_method_name(kind) == name
         assert get_method_name(find_method(f"{kind.__module__}:{kind.__qualname__}")) == name
-    with pytest.raises(ValueError, match="alpha: an object of gstep has its parameters: pass them to its class"):
-        gstep.prune(video(2, 3, 4), method=GSTEP(), alpha=0.5)
-    with pytest.raises(ValueError, match=r"Last is a class: pass an object, Last\(\.\.\.\), or its path"):
-        gstep.prune(video(2, 3, 4), method=Last)  # type: ignore[arg-type]
 
 
 PREAMBLE = """
@@ -99,10 +95,26 @@ def test_what_is_no_method_is_refused_by_name(name: str, tmp_path: Path, monkeyp
         gstep.prune(video(2, 3, 4), method=f"{module}:{name}")
 
 
-def test_a_path_that_leads_nowhere_is_refused() -> None:
-    for path in ("no_such_module:Mine", "tests:", ":Mine", "os:path.join", "a:b:c"):
-        with pytest.raises(ValueError, match=f"method '{re.escape(path)}' "):
-            gstep.make_pruner(path)
+class Plain(Last):
+    pass
+
+
+NOWHERE = ("no_such_module:Mine", "tests:", ":Mine", "os:path.join", "a:b:c")
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "why"),
+    [
+        *((path, {}, f"method '{re.escape(path)}' ") for path in NOWHERE),
+        *((nonsense, {}, "unknown method") for nonsense in (3, None, object(), dataclasses.field)),
+        (Plain(), {}, "is not a dataclass"),
+        (Last, {}, r"Last is a class: pass an object, Last\(\.\.\.\), or its path"),
+        (GSTEP(), {"alpha": 0.5}, "alpha: an object of gstep has its parameters: pass them to its class"),
+    ],
+)
+def test_paths_and_objects_of_what_is_no_method_are_refused(method: Any, params: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        gstep.prune(video(2, 3, 4), method=method, **params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,17 +176,6 @@ def test_merged_tokens_follow_their_index() -> None:
     pruned = gstep.prune(tokens, 0.25, Wrong(returned=Selection(index, tokens=rows, merged=merged)))
     assert pruned.index.tolist() == [1, 4, 7] and torch.equal(pruned.tokens, rows[[1, 2, 0]])
     assert pruned.merged is not None and pruned.merged.tolist() == [False, False, True]
-
-
-def test_objects_of_what_is_no_method_are_refused() -> None:
-    class Plain(Last):
-        pass
-
-    with pytest.raises(ValueError, match="is not a dataclass"):
-        gstep.prune(video(2, 3, 4), method=Plain())
-    for nonsense in (3, None, object(), dataclasses.field):
-        with pytest.raises(ValueError, match="unknown method"):
-            gstep.prune(video(2, 3, 4), method=nonsense)  # type: ignore[arg-type]
 
 
 WRONG: dict[Any, list[Any]] = {

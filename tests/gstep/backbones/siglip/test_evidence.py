@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +34,10 @@ def frames(source):
 
 def with_head(source, siglip="tiny", runtime=FLOAT32, frame_batch=32):
     return family_of(family_of(source).with_pooling_head(siglip)).load(runtime, frame_batch=frame_batch)
+
+
+def head_of(source, siglip):
+    return family_of(source).with_pooling_head(siglip).pooling_head
 
 
 def stock_tower(source, frames, **options):
@@ -145,17 +148,14 @@ def test_a_head_that_another_node_has_not_or_whose_config_does_not_fit_is_refuse
 
 @pytest.mark.parametrize(("prefix", "others"), [("vision_model.", ("text_model.head.weight", "logit_scale")), ("", ())])
 def test_every_layout_gives_the_same_head_and_identity(source, siglip, prefix, others):
-    def identity(model):
-        return family_of(source).with_pooling_head(model).pooling_head.identity
-
     with changed_tensors(siglip) as tensors:
         for key in list(tensors):
             tensors[f"{prefix}{key.removeprefix('vision_model.')}"] = tensors.pop(key)
         tensors.update({key: torch.zeros(3) for key in others})
-    assert identity(siglip) == identity("tiny")
+    assert head_of(source, siglip).identity == head_of(source, "tiny").identity
     with changed_tensors(siglip) as tensors:  # a head of another training
         next(tensor for name, tensor in tensors.items() if name.endswith("head.mlp.fc2.bias"))[-1] += 1e-3
-    assert identity(siglip) != identity("tiny")
+    assert head_of(source, siglip).identity != head_of(source, "tiny").identity
 
 
 def test_what_no_tensor_shows_is_part_of_the_identity(source, siglip):
@@ -167,7 +167,7 @@ def test_what_no_tensor_shows_is_part_of_the_identity(source, siglip):
     def identity(**settings):
         vision = {k: v for k, v in (config["vision_config"] | settings).items() if v is not None}
         (siglip / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
-        return family_of(source).with_pooling_head(siglip).pooling_head.identity
+        return head_of(source, siglip).identity
 
     usual = identity()
     assert identity(layer_norm_eps=1e-6) == identity(layer_norm_eps=None) == usual
@@ -205,15 +205,10 @@ def test_checkpoints_without_a_head_that_fits_are_refused(source, siglip):
 
 def test_the_tiny_head_is_the_same_everywhere(source):
     assert tiny.compute_tiny_identity("tiny-siglip") == "tiny-siglip:2-187f7aaff2fc"
-    head = family_of(source).with_pooling_head("tiny").pooling_head
-    assert head.identity == "siglip-head:7b963bec5b8dd2c515fa759670345771"
+    assert head_of(source, "tiny").identity == "siglip-head:7b963bec5b8dd2c515fa759670345771"
 
 
 TEXTS = ["What is ridden?", "WHO,  is: riding...", "A woman's red bike"]
-
-
-def write_json(path: Path, content) -> None:
-    path.write_text(json.dumps(content))
 
 
 @torch.no_grad()
@@ -224,8 +219,12 @@ def stock_features(folder, text):
     return SiglipModel.from_pretrained(folder).eval().get_text_features(ids).pooler_output, ids
 
 
-def test_a_text_is_what_the_stock_model_makes_of_it_and_one_without_a_word_is_refused(source, siglip):
-    tower = TextTower.load(family_of(source).text_tower(siglip), "cpu")
+@pytest.fixture
+def tower(source, siglip):
+    return TextTower.load(family_of(source).text_tower(siglip), "cpu")
+
+
+def test_a_text_is_what_the_stock_model_makes_of_it_and_one_without_a_word_is_refused(tower, siglip):
     for text in TEXTS:
         expected, ids = stock_features(siglip, text)
         assert torch.equal(tower.segments(text), ids) and ids[0, -1] == tower.tokenizer.eos_token_id
@@ -237,8 +236,7 @@ def test_a_text_is_what_the_stock_model_makes_of_it_and_one_without_a_word_is_re
             tower.embedding(text)
 
 
-def test_a_long_text_is_cut_into_segments_that_each_have_their_end(source, siglip):
-    tower = TextTower.load(family_of(source).text_tower(siglip), "cpu")
+def test_a_long_text_is_cut_into_segments_that_each_have_their_end(tower, siglip):
     words = ["what", "is", "who", "a", "red", "bike", "ridden", "riding"] * 150
     text, end = " ".join(words), tower.tokenizer.eos_token_id
     embedded, segments = tower.embedding(text), tower.segments(text)
@@ -299,7 +297,8 @@ def test_checkpoints_without_a_tower_that_fits_are_refused(source, siglip, filen
     if change is None:
         (siglip / filename).unlink()
     else:
-        write_json(siglip / filename, merge(json.loads((siglip / filename).read_text()), change))
+        content = merge(json.loads((siglip / filename).read_text()), change)
+        (siglip / filename).write_text(json.dumps(content))
     with pytest.raises(ModelError, match=words):
         TextTower.load(family_of(source).text_tower(siglip), "cpu")
 
