@@ -18,6 +18,7 @@ from tests.jobs.test_own_method import CODE
 from tests.paths import ROOT, python_path
 
 pytestmark = pytest.mark.slow  # two runs of pip
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +31,9 @@ def site(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / room, clone / room, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", str(wheels)], cwd=clone, check=True)
+    subprocess.run([*PIP, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", str(wheels)], cwd=clone, check=True)
     (wheel,) = wheels.glob("gstep_cache-*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True)
+    subprocess.run([*PIP, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True)
     shutil.rmtree(clone)
     return site
 
@@ -72,9 +72,8 @@ def test_folders_of_the_same_names_that_are_no_packages_hide_neither_code_nor_ch
         shutil.copytree(site, tmp_path / "clone", ignore=shutil.ignore_patterns("bin", "*.dist-info"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, tmp_path / "clone")
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps", "--no-index"]
-        target = ["--no-build-isolation", "--target", str(tmp_path / "site"), "-e", "."]
-        subprocess.run([*pip, *target], cwd=tmp_path / "clone", check=True)
+        options = ["--no-deps", "--no-index", "--no-build-isolation", "--target", str(tmp_path / "site")]
+        subprocess.run([*PIP, "install", *options, "-e", "."], cwd=tmp_path / "clone", check=True)
         site = tmp_path / "site"
     for name in ("pipeline", "jobs"):
         (tmp_path / "project" / name).mkdir(parents=True)

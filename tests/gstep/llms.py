@@ -9,7 +9,6 @@ from typing import Any
 import av
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
@@ -50,17 +49,13 @@ def llm(name: str) -> LanguageModel:
     return load_language_model(ModelSource.resolve(name), FLOAT32)
 
 
-def sample_frames(clip: str, count: int) -> NDArray[np.uint8]:
-    """Decode [count,h,w,3], spread over a real clip."""
-    with av.open(sample(clip)) as video:
-        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
-    return np.stack([frames[i] for i in np.linspace(0, len(frames) - 1, count).astype(int)])
-
-
 @cache
 def real_frames(clip: str, count: int, height: int, width: int) -> Tensor:
     """Decode [count,3,height,width] fp32 in [-1, 1], spread over a real clip."""
-    pixels = torch.from_numpy(sample_frames(clip, count)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    with av.open(sample(clip)) as video:
+        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    sampled = np.stack([frames[i] for i in np.linspace(0, len(frames) - 1, count).astype(int)])
+    pixels = torch.from_numpy(sampled).permute(0, 3, 1, 2).float() / 127.5 - 1
     return nn.functional.interpolate(pixels, size=(height, width), mode="bilinear", antialias=True)
 
 

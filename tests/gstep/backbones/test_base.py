@@ -109,30 +109,30 @@ def test_a_cpu_takes_one_frame_or_temporal_patch_at_a_time_a_gpu_a_batch_and_a_f
         crowded(source, 0)[0].encode(frames)
 
 
-def short_videos(model):
+def short_videos(source):
     """Videos of other lengths, on Qwen of other shapes too, one with an odd number of frames."""
-    source = ModelSource.resolve(model)
-    shapes = [(2, (10, 14)), (1 + (model != "tiny"), (8, 11)), (3, (14, 10))]
+    shapes = [(2, (10, 14)), (1 + (source.name != "tiny"), (8, 11)), (3, (14, 10))]
     return [frames_for(source, n, shape, seed) for seed, (n, shape) in enumerate(shapes)]
 
 
-def check_same_bits(model, runtime):
-    backbone, videos = family_of(ModelSource.resolve(model)).load(runtime, frame_batch=64), short_videos(model)
-    alone = [backbone.encode(frames, asked_of(model)) for frames in videos]
-    for expected, visual in zip(alone, backbone.encode_together(videos, asked_of(model)), strict=True):
+def check_same_bits(source, runtime):
+    backbone, videos = family_of(source).load(runtime, frame_batch=64), short_videos(source)
+    asked = asked_of(source.name)
+    alone = [backbone.encode(frames, asked) for frames in videos]
+    for expected, visual in zip(alone, backbone.encode_together(videos, asked), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(parts(expected), parts(visual), strict=True))
 
 
-@pytest.mark.parametrize("model", STOCK)
-def test_on_a_cpu_a_video_has_the_same_bits_whoever_shares_its_pass(model):
-    check_same_bits(model, BFLOAT16)
+@pytest.mark.parametrize("name", STOCK)
+def test_on_a_cpu_a_video_has_the_same_bits_whoever_shares_its_pass(source):
+    check_same_bits(source, BFLOAT16)
 
 
 OLDER = """
-from tests.gstep.backbones.test_base import BFLOAT16, FLOAT32, check_same_bits
+from tests.gstep.backbones.test_base import BFLOAT16, FLOAT32, ModelSource, check_same_bits
 for model in ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl"):
     for runtime in (FLOAT32, BFLOAT16):
-        check_same_bits(model, runtime)
+        check_same_bits(ModelSource.resolve(model), runtime)
 """
 
 
@@ -150,11 +150,11 @@ def test_older_processors_give_the_same_bits_too(processor):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("model", STOCK)
-def test_one_pass_of_several_videos_gives_each_its_own_tokens_and_evidence(model):
+@pytest.mark.parametrize("name", STOCK)
+def test_one_pass_of_several_videos_gives_each_its_own_tokens_and_evidence(name, source):
     """As on a GPU, where rounding may differ by the size of the pass."""
-    backbone, videos = family_of(ModelSource.resolve(model)).load(FLOAT32, frame_batch=64), short_videos(model)
-    asked = asked_of(model) | {make_label(name, source): source for name, source in asked_of(model).items()}
+    backbone, videos = family_of(source).load(FLOAT32, frame_batch=64), short_videos(source)
+    asked = asked_of(name) | {make_label(kind, place): place for kind, place in asked_of(name).items()}
     alone = [backbone.encode(frames, asked) for frames in videos]
     passes = []
     backbone.model.register_forward_pre_hook(lambda module, args: passes.append(module))
@@ -187,23 +187,18 @@ def test_times_of_a_clip_count_from_its_start():
 OF_HEAD = {"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}
 
 
-@pytest.mark.parametrize("model", STOCK)
-def test_what_an_encoder_cannot_give_is_refused(model):
-    source = ModelSource.resolve(model)
+@pytest.mark.parametrize("name", STOCK)
+def test_what_an_encoder_cannot_give_is_refused(name, source):
     with pytest.raises(ModelError, match=f"{source.model_type} does not give llm_attention from the language model"):
         family_of(source).load(FLOAT32).encode(frames_for(source, 2), {"llm_attention": "the language model"})
-    other = MERGED if model == "tiny" else AT_LAST
+    other = MERGED if name == "tiny" else AT_LAST
     with pytest.raises(ModelError, match=source.model_type):
         family_of(source).check_gives(other)
 
 
-def test_a_family_with_one_size_has_no_limits():
+def test_who_needs_a_head_is_told_to_name_one_and_one_size_has_no_limits(source):
     with pytest.raises(ModelError, match="one size"):
-        family_of(ModelSource.resolve("tiny")).with_limits(None, 1000, None)
-
-
-def test_who_needs_a_head_is_told_to_name_one():
-    source = ModelSource.resolve("tiny")
+        family_of(source).with_limits(None, 1000, None)
     family_of(family_of(source).with_pooling_head("tiny")).check_evidence(OF_HEAD)
     for refuse in (
         lambda: family_of(source).check_evidence(OF_HEAD),
@@ -211,9 +206,10 @@ def test_who_needs_a_head_is_told_to_name_one():
     ):
         with pytest.raises(ModelError, match=r"frame_feature, token_attention from SigLIP's .* --siglip"):
             refuse()
-    for model in ("tiny-qwen2-5-vl", "tiny-qwen3-vl"):
-        with pytest.raises(ModelError, match="for LLaVA-OneVision"):
-            family_of(ModelSource.resolve(model)).with_pooling_head("tiny")
+    for family in (family_of(ModelSource.resolve(name)) for name in ("tiny-qwen2-5-vl", "tiny-qwen3-vl")):
+        for take in (family.with_pooling_head, family.text_tower):
+            with pytest.raises(ModelError, match="for LLaVA-OneVision"):
+                take("tiny")
 
 
 EAGER = Runtime("cpu", torch.float32, "eager")  # whose products are plain ones: the counter does not know CPU's sdpa
@@ -224,9 +220,8 @@ QWEN2_5 = {"vision_config": {"hidden_size": 1280, "out_hidden_size": 3584}}
 QWEN3 = {"vision_config": {"out_hidden_size": 4096}}
 
 
-@pytest.mark.parametrize("model", STOCK)
-def test_the_closed_form_is_what_a_tower_computes(model):
-    source = ModelSource.resolve(model)
+@pytest.mark.parametrize("name", STOCK)
+def test_the_closed_form_is_what_a_tower_computes(source):
     frames = frames_for(source, 4)
     backbone = family_of(source).load(EAGER)
     with FlopCounterMode(display=False) as counter:

@@ -168,9 +168,8 @@ def stock_merged_queries(source, frames, monkeypatch):
     return expected_TN
 
 
-@pytest.mark.parametrize("model", QWEN)
-def test_merged_queries_of_qwen_equal_the_stock_towers_own_queries_and_keys(model, monkeypatch):
-    source = ModelSource.resolve(model)
+@pytest.mark.parametrize("name", QWEN)
+def test_merged_queries_of_qwen_equal_the_stock_towers_own_queries_and_keys(source, monkeypatch):
     frames = frames_for(source)
     expected_TN = stock_merged_queries(source, frames, monkeypatch)
     assert expected_TN.std() > 0.1 * expected_TN.mean()
@@ -180,15 +179,14 @@ def test_merged_queries_of_qwen_equal_the_stock_towers_own_queries_and_keys(mode
         torch.testing.assert_close(visual.evidence["token_attention"].double(), expected_TN, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("model", ["tiny", *QWEN])
-def test_asking_changes_no_token_and_hangs_one_hook_and_bfloat16_stays_near_float32(model):
-    source, evidence = ModelSource.resolve(model), []
-    frames = frames_for(source)
+@pytest.mark.parametrize("name", ["tiny", *QWEN])
+def test_asking_changes_no_token_and_hangs_one_hook_and_bfloat16_stays_near_float32(source):
+    frames, evidence = frames_for(source), []
     for runtime in (FLOAT32, BFLOAT16):
         backbone, hooks = family_of(source).load(runtime, frame_batch=2), set()
         first = next(part for part in backbone.model.modules() if isinstance(part, torch.nn.Conv2d | torch.nn.Conv3d))
         first.register_forward_hook(lambda *call, backbone=backbone, hooks=hooks: hooks.add(hooks_of(backbone)))
-        visual = backbone.encode(frames, asked_of(model))
+        visual = backbone.encode(frames, asked_of(source.name))
         assert hooks == {1} and hooks_of(backbone) == 0
         for name, value in visual.evidence.items():
             assert value.dtype == torch.float32 and value.shape[:2] == visual.tokens.shape[:2], name
@@ -203,16 +201,15 @@ def test_asking_changes_no_token_and_hangs_one_hook_and_bfloat16_stays_near_floa
         assert torch.corrcoef(torch.stack([exact.flatten(), evidence[1][name].flatten()]))[0, 1] > 0.98, name
 
 
-@pytest.mark.parametrize("model", ["tiny", *QWEN])
-def test_a_tower_that_fails_is_left_without_hooks(model):
-    source = ModelSource.resolve(model)
+@pytest.mark.parametrize("name", ["tiny", *QWEN])
+def test_a_tower_that_fails_is_left_without_hooks(name, source):
     backbone = family_of(source).load(FLOAT32)
 
     def fail(*call):
         raise RuntimeError("no")
 
-    last = backbone.layers[-1].self_attn.q_proj if model == "tiny" else backbone.model.blocks[-1].attn.qkv
+    last = backbone.layers[-1].self_attn.q_proj if name == "tiny" else backbone.model.blocks[-1].attn.qkv
     last.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="no"):
-        backbone.encode(frames_for(source, 2), asked_of(model))
+        backbone.encode(frames_for(source, 2), asked_of(name))
     assert hooks_of(backbone) == 0

@@ -21,6 +21,7 @@ from tests.gstep.language.prompts import GRID, PER_FRAME, QWEN, builder, text_of
 from tests.gstep.llms import FAMILIES, GREEDY, encode, ids_of, llm, stock, stock_greedy, stock_inputs
 from tests.gstep.stock import stock_video_text
 
+NAMES = FAMILIES
 TOKENS = {"tiny": "<video>", "tiny-internvl": "<video>"}
 
 
@@ -82,7 +83,6 @@ def stock_ids(name, messages, *visuals) -> list[int]:
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
-@pytest.mark.parametrize("name", FAMILIES)
 def test_the_ids_are_those_of_the_stock_template_and_processor(name, messages):
     visuals = [timed(video(name, n_frames=n)) for n in (2, 4)][: 1 + (messages is BOTH)]
     prompt = builder(name).build_chat(messages, visuals)
@@ -90,7 +90,6 @@ def test_the_ids_are_those_of_the_stock_template_and_processor(name, messages):
     assert prompt.spans == tuple(sorted(prompt.spans)) and prompt.visuals == tuple(visuals)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
 def test_with_all_tokens_the_logits_of_a_conversation_are_those_of_the_stock_model_on_pixels(name):
     encoded = encode(name, n_frames=2)
     prompt = prompt_builder(ModelSource.resolve(name)).build_chat(LAST, [encoded.visual])
@@ -153,7 +152,6 @@ def test_a_template_may_move_a_text_and_leave_out_earlier_thoughts(folder):
     assert maker.tokenizer.decode(maker.build_chat(talk, []).input_ids) == "Who?\nIt.\nBe brief.Why?\n"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
 def test_the_placeholders_of_the_model_are_refused_by_name_and_other_texts_are_not(name):
     own = {"tiny": "<video>", "tiny-internvl": "<IMG_CONTEXT>"}.get(name, "<|video_pad|>")
     others = {"tiny": "<|video_pad|>", "tiny-internvl": "<image>"}.get(name, "<video>")

@@ -57,35 +57,41 @@ def test_the_methods_are_those_that_no_obstacle_keeps_away():
     assert free == set(LIVE_METHODS)
 
 
-@pytest.mark.parametrize(
-    ("method", "why"),
-    [
-        *((method, "") for method in sorted(METHODS.keys() - set(LIVE_METHODS))),
-        *((method, f".*--video-pruning-method {method} --video-pruning-rate 0.9;") for method in ("evs", "vidcom2")),
-        ("mine:Method", "methods of your own are not tested in vLLM.*: gstep, novelty"),
-        ("gsetp", r"there is no such method \(did you mean gstep\?\).*: gstep, novelty"),
-        ("none", "it keeps all tokens.*: gstep, novelty"),
-    ],
-)
-def test_other_methods_and_wrong_names_are_refused_for_what_they_are(method, why):
-    with pytest.raises(ModelError, match=f"--method {method}: {why}") as refused:
-        check_live_method(method, 0.1)
-    assert ("--video-pruning-method" in str(refused.value)) == (method in ("evs", "vidcom2"))
+NO_PRUNING = "vLLM has no pruning for .*serve the cache"
+OWN_PRUNING = ("evs", "vidcom2")  # of vLLM itself
+GENERIC = SimpleNamespace(name="m", model_type="qwen3_vl", family="generic")
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("check", "given", "why"),
     [
-        (ModelSource.resolve("tiny"), "vLLM has no pruning for .*serve the cache"),
-        (ModelSource.resolve("tiny-internvl"), "vLLM has no pruning for .*serve the cache"),
-        (SimpleNamespace(name="m", model_type="qwen3_vl", family="generic"), "for qwen3_vl by the family generic"),
+        *((check_live_method, method, f"--method {method}: ") for method in sorted(METHODS.keys() - {*LIVE_METHODS})),
+        *((check_live_method, m, f"{m}: .*--video-pruning-method {m} --video-pruning-rate 0.9;") for m in OWN_PRUNING),
+        (check_live_method, "mine:Method", "methods of your own are not tested in vLLM.*: gstep, novelty"),
+        (check_live_method, "gsetp", r"there is no such method \(did you mean gstep\?\).*: gstep, novelty"),
+        (check_live_method, "none", "it keeps all tokens.*: gstep, novelty"),
+        *((check_live_model, ModelSource.resolve(name), NO_PRUNING) for name in ("tiny", "tiny-internvl")),
+        (check_live_model, GENERIC, "for qwen3_vl by the family generic"),
+        # Engines that could mix up videos or positions.
+        (check_live_engine, {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "^kv_transfer_config: "),
+        (check_live_engine, {"kv_transfer_config": "LMCache"}, "^kv_transfer_config: "),
+        (check_live_engine, {"ec_transfer_config": {"ec_connector": "ECExampleConnector"}}, "^ec_transfer_config: "),
+        (
+            check_live_engine,
+            {"ec_transfer_config": SimpleNamespace(ec_connector="ECMooncakeConnector")},
+            "^ec_transfer_config: ",
+        ),
+        (check_live_engine, {"kv_offloading_size": 4}, "^kv_offloading_size: "),
+        (check_live_engine, {"pipeline_parallel_size": 2}, "^pipeline_parallel_size: "),
     ],
-    ids=["llava", "internvl", "generic"],
 )
-def test_models_that_vllm_does_not_prune_are_refused(source, words):
-    with pytest.raises(ModelError, match=words):
-        check_live_model(source)
+def test_other_methods_models_and_engines_are_refused_for_what_they_are(check, given, why):
+    more = (0.1,) if check is check_live_method else ()
+    with pytest.raises(ModelError, match=why) as refused:
+        check(given, *more)
+    assert ("--video-pruning-method" in str(refused.value)) == (given in OWN_PRUNING)
     check_live_model(ModelSource.resolve("tiny-qwen3-vl"))
+    check_live_engine({"pipeline_parallel_size": 1, "ec_transfer_config": None, "kv_transfer_config": {}})
 
 
 @pytest.mark.parametrize("method", LIVE_METHODS)
@@ -182,23 +188,6 @@ def test_rows_without_a_place_are_left_out():
     positions, columns = torch.arange(6).expand(3, -1), encode_digits(compute_grid_positions(1, 2, 2))
     for parts, starts, n_computed in (([columns], [], 0), ([columns], [4], 0), ([columns[2:]], [1], 1)):
         assert torch.equal(update_positions(positions, parts, starts, n_computed), positions)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "setting"),
-    [
-        ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "kv_transfer_config"),
-        ({"kv_transfer_config": "LMCache"}, "kv_transfer_config"),
-        ({"ec_transfer_config": {"ec_connector": "ECExampleConnector"}}, "ec_transfer_config"),
-        ({"ec_transfer_config": SimpleNamespace(ec_connector="ECMooncakeConnector")}, "ec_transfer_config"),
-        ({"kv_offloading_size": 4}, "kv_offloading_size"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-    ],
-)
-def test_engines_that_could_mix_up_videos_or_positions_are_refused(arguments, setting):
-    with pytest.raises(ModelError, match=f"^{setting}: "):
-        check_live_engine(arguments)
-    check_live_engine({"pipeline_parallel_size": 1, "ec_transfer_config": None, "kv_transfer_config": {}})
 
 
 MARKERS = "<|vision_start|> and <|vision_end|>, <0.2 seconds>"
