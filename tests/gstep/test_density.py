@@ -7,19 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gstep.density import (
-    BOUNDARIES,
-    FUSIONS,
-    ZERO_DISTANCE,
-    compute_cosine_distance,
-    compute_frame_means,
-    compute_spatial_density,
-    compute_temporal_density,
-    make_gaussian_kernel,
-    scale_to_work_dtype,
-    smooth_curve,
-    spatio_temporal_density,
-)
+from gstep import density
+from gstep.density import ZERO_DISTANCE, compute_cosine_distance, spatio_temporal_density
 from tests.gstep.oracle import Array
 from tests.gstep.synthetic import FLOATS, needs_cuda
 
@@ -48,11 +37,11 @@ def test_mean_and_spatial_density_are_equations_2_and_3_in_blocks_that_change_no
     before = tokens.clone()
     first, whole = tokens[:, 0].double(), tokens.double()
     mean = first + (whole - first[:, None]).mean(dim=1)
-    assert torch.equal(compute_frame_means(tokens), mean)
+    assert torch.equal(density.compute_frame_means(tokens), mean)
     deviation = torch.linalg.vector_norm(whole - mean[:, None], dim=-1)
     largest = deviation.amax(dim=1, keepdim=True)
     expected = torch.where(largest > 0, deviation / torch.where(largest > 0, largest, 1.0), 0.0)
-    assert torch.equal(compute_spatial_density(tokens, mean), expected)
+    assert torch.equal(density.compute_spatial_density(tokens, mean), expected)
     assert torch.equal(tokens, before)
 
 
@@ -75,8 +64,8 @@ def test_identical_tokens_deviate_by_exactly_0(dtype: torch.dtype, device: str) 
     for n_tokens in (1, 3, 49, 196, 729):
         token = video(4, 1, 33, seed=n_tokens).to(device, dtype)
         tokens = token.expand(4, n_tokens, 33)
-        assert torch.equal(compute_frame_means(tokens), token[:, 0].double())
-        assert (compute_spatial_density(tokens, compute_frame_means(tokens)) == 0).all()
+        assert torch.equal(density.compute_frame_means(tokens), token[:, 0].double())
+        assert (density.compute_spatial_density(tokens, density.compute_frame_means(tokens)) == 0).all()
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 2.0**-23), (torch.float64, 2.0**-52)])
@@ -85,7 +74,7 @@ def test_a_frame_is_constant_up_to_8_eps_of_its_largest_token(dtype: torch.dtype
     tokens[:, :, 0] = 1
     tokens[0, 0, 1] = 15 * eps  # both tokens of a frame lie half of this from the centre
     tokens[1, 0, 1] = 17 * eps
-    spatial = compute_spatial_density(tokens, compute_frame_means(tokens))
+    spatial = density.compute_spatial_density(tokens, density.compute_frame_means(tokens))
     assert spatial.tolist() == [[0, 0], [1, 1]]
 
 
@@ -104,21 +93,21 @@ def test_cosine_distance() -> None:
         assert compute_cosine_distance(unit, other).item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("boundary", density.BOUNDARIES)
 def test_smooth_is_equation_6(boundary: str) -> None:
     for n_frames, radius in product((1, 2, 3, 8), (0, 1, 2, 3, 7, 20)):
         change = video(n_frames, seed=radius).abs()
-        kernel = make_gaussian_kernel(max(1, radius) / 2, radius)
+        kernel = density.make_gaussian_kernel(max(1, radius) / 2, radius)
         expected = numpy_smooth(change.numpy(), kernel.numpy(), boundary)
-        np.testing.assert_allclose(smooth_curve(change, kernel, boundary), expected, rtol=1e-12)
+        np.testing.assert_allclose(density.smooth_curve(change, kernel, boundary), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("fusion", density.FUSIONS)
 def test_a_static_video_has_no_temporal_density(fusion: str) -> None:
     frame = video(1, 7, 16).float()
     rho, temporal = spatio_temporal_density(frame.expand(5, 7, 16), fusion=fusion)
     assert temporal.tolist() == [0] * 5
-    assert compute_temporal_density(video(1, 8), eps=10.0).tolist() == [1]  # of a single frame
+    assert density.compute_temporal_density(video(1, 8), eps=10.0).tolist() == [1]  # of a single frame
     assert (rho == 0).all() or fusion == "spatial"
 
 
@@ -133,11 +122,11 @@ def test_extreme_magnitudes_change_nothing(dtype: torch.dtype, exponent: int, si
 
 def test_working_copy_is_finite_at_the_ends_of_float32_and_copies_only_where_it_has_to() -> None:
     for value in (3.4e38, 1e-30, 1e-45, 0.0):
-        copy = scale_to_work_dtype(torch.tensor([value, -value, 0.0]))
+        copy = density.scale_to_work_dtype(torch.tensor([value, -value, 0.0]))
         assert torch.isfinite(copy @ copy) and (copy[0] > 0) == (value > 0)
     tokens = video(2, 3, 4).float()
-    assert scale_to_work_dtype(tokens) is tokens
-    assert torch.equal(scale_to_work_dtype(tokens.half()), tokens.half().float())
+    assert density.scale_to_work_dtype(tokens) is tokens
+    assert torch.equal(density.scale_to_work_dtype(tokens.half()), tokens.half().float())
 
 
 @needs_cuda

@@ -11,13 +11,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.density import (
-    BOUNDARIES,
-    compute_change_curve,
-    compute_frame_means,
-    compute_spatial_density,
-    compute_temporal_density,
-)
+from gstep import density
 from gstep.selection.reference import density_guided_fps
 from tests.gstep.synthetic import needs_cuda
 from tests.paths import GOLDEN
@@ -124,19 +118,19 @@ def test_the_order_of_the_paper_on_cuda(dtype: torch.dtype) -> None:
 
 
 def our_curve(kind: list[str], tokens: torch.Tensor) -> torch.Tensor:
-    mean = compute_frame_means(tokens)
+    mean = density.compute_frame_means(tokens)
     if kind[0] == "spatial_density":
-        return compute_spatial_density(tokens, mean)
+        return density.compute_spatial_density(tokens, mean)
     if kind[0] == "change_curve":
-        return compute_change_curve(mean)
+        return density.compute_change_curve(mean)
     smoothing, *rest = kind[1].split("_")
-    assert kind[0] == "temporal" and (not kind[2:] or kind[2] in BOUNDARIES)
+    assert kind[0] == "temporal" and (not kind[2:] or kind[2] in density.BOUNDARIES)
     params: dict[str, Any] = {"boundary": kind[2]} if kind[2:] else {}
     if rest and smoothing == "gaussian":
         params["sigma"] = float(rest[0].removeprefix("sigma"))
     elif rest:
         params["radius"] = int(rest[0].removeprefix("r"))
-    return compute_temporal_density(mean, smoothing=smoothing, **params)
+    return density.compute_temporal_density(mean, smoothing=smoothing, **params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -16,16 +16,7 @@ from torch.overrides import TorchFunctionMode
 import gstep
 from gstep.density import spatio_temporal_density
 from gstep.selection import dispatch, lazy
-from gstep.selection.dispatch import MAX_PLAIN_PRODUCTS
-from gstep.selection.lazy import (
-    MARGIN,
-    ConvertedTokens,
-    Counts,
-    Subspace,
-    compute_pair_products,
-    lazy_density_guided_fps,
-    survey_tokens,
-)
+from gstep.selection.lazy import lazy_density_guided_fps
 from gstep.selection.precision import use_full_precision
 from gstep.selection.reference import density_guided_fps
 from tests.gstep.oracle import oracle
@@ -119,17 +110,17 @@ def test_the_ranges_of_norms_change_nothing(name: str) -> None:
 def test_few_products_where_tokens_are_alike_and_no_bound_where_they_are_not() -> None:
     for kind, ratio, most in (("low rank", 0.25, 0.25), ("low rank", 0.1, 0.16), ("scenes", 0.25, 0.25)):
         tokens = video(kind, n_frames=32, per_frame=98, hidden=512)
-        counts, budget = Counts(), int(ratio * 32 * 98)
+        counts, budget = lazy.Counts(), int(ratio * 32 * 98)
         lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), budget, counts=counts)
         assert counts.products < most * 32 * 98 * budget, kind
         assert counts.bounds > 0 and not counts.gave_up
-    few = ConvertedTokens.of(tokens.flatten(0, 1)[:384])
-    assert survey_tokens(few).coordinates is None  # too few tokens for a sample
-    tokens, counts = video("random", n_frames=32, per_frame=98, hidden=2048), Counts()
+    few = lazy.ConvertedTokens.of(tokens.flatten(0, 1)[:384])
+    assert lazy.survey_tokens(few).coordinates is None  # too few tokens for a sample
+    tokens, counts = video("random", n_frames=32, per_frame=98, hidden=2048), lazy.Counts()
     lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), 300, counts=counts)
     assert counts.bounds == 0 < counts.products  # random directions: a bound would tell nothing
     tokens = video("random", n_frames=32, per_frame=98, hidden=512)
-    lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), 600, counts=(given_up := Counts()), dims=32)
+    lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), 600, counts=(given_up := lazy.Counts()), dims=32)
     assert given_up.gave_up
 
 
@@ -139,10 +130,10 @@ def test_no_cosine_is_above_its_bound(kind: str) -> None:
     tokens[5], tokens[7] = 0, tokens[8]
     unit = normalize(tokens.double(), dim=1)
     for dims in (1, 16, 64):
-        subspace = Subspace.of(unit[::2].float(), dims)
+        subspace = lazy.Subspace.of(unit[::2].float(), dims)
         coordinates = subspace.coordinates(tokens, tokens.norm(dim=1).reciprocal().nan_to_num(posinf=0))
         slack = (coordinates @ coordinates.T).double() - unit @ unit.T
-        assert slack.min() > -MARGIN / 3
+        assert slack.min() > -lazy.MARGIN / 3
         assert -1e-6 < subspace.residual <= 1 + 1e-6
     if kind == "low rank":  # else a bound that is always 2 would do
         assert slack.mean() < 0.2
@@ -157,8 +148,8 @@ def test_products_of_pairs_without_the_sparse_kernel(monkeypatch: pytest.MonkeyP
     rho, picks = density(tokens[None]), []
     for has_kernel in (lazy._has_sampled_products(), False):
         monkeypatch.setattr(lazy, "_has_sampled_products", lambda has_kernel=has_kernel: has_kernel)
-        assert np.abs(compute_pair_products(a, b, row, column) - expected).max() < 1e-5
-        assert len(compute_pair_products(a, b, row[:0], column[:0])) == 0
+        assert np.abs(lazy.compute_pair_products(a, b, row, column) - expected).max() < 1e-5
+        assert len(lazy.compute_pair_products(a, b, row[:0], column[:0])) == 0
         picks.append(set(lazy_density_guided_fps(tokens, rho, 100).tolist()))
     assert picks[0] == picks[1]
 
@@ -295,7 +286,7 @@ class Bfloat16Products(TorchFunctionMode):
 @pytest.mark.parametrize("hidden", [256, 2048])  # the wide one is sampled lazily
 def test_medium_selects_the_same_where_it_means_bfloat16(hidden: int) -> None:
     tokens = video("scenes", 10, 50, hidden).float() * 1.01
-    assert (tokens.numel() * 125 > MAX_PLAIN_PRODUCTS) == (hidden > 256)
+    assert (tokens.numel() * 125 > dispatch.MAX_PLAIN_PRODUCTS) == (hidden > 256)
     expected = gstep.prune(tokens)
     torch.set_float32_matmul_precision("medium")
     with Bfloat16Products():

@@ -38,14 +38,7 @@ from gstep.serving.live import (
     find_runs,
     update_positions,
 )
-from gstep.serving.options import (
-    RESERVED_OPTIONS,
-    check_connectors,
-    check_cpu_support,
-    check_generation_settings,
-    check_live_engine,
-    make_sampling_params,
-)
+from gstep.serving.options import check_live_engine
 from gstep.serving.prompts import compute_mrope_positions, make_video_spans
 from tests.gstep.language.prompts import builder, text_of, video
 from tests.gstep.llms import FAMILIES
@@ -78,7 +71,7 @@ GENERIC = SimpleNamespace(name="m", model_type="qwen3_vl", family="generic")
         (check_live_engine, {"ec_transfer_config": {"ec_connector": "ECExampleConnector"}}, "^ec_transfer_config: "),
         (
             check_live_engine,
-            {"ec_transfer_config": SimpleNamespace(ec_connector="ECMooncakeConnector")},
+            {"ec_transfer_config": SimpleNamespace(ec_connector="ECExample")},
             "^ec_transfer_config: ",
         ),
         (check_live_engine, {"kv_offloading_size": 4}, "^kv_offloading_size: "),
@@ -284,7 +277,7 @@ def test_no_tower_is_built_and_no_processor_asked(name):
     assert (told["trust_remote_code"], told["load_format"], told["dtype"]) == (False, "safetensors", "bfloat16")
     ours = {"architectures": [ARCHITECTURES[source.model_type]]} if "qwen" in name else {}
     assert told["hf_overrides"] == ours  # others go by vLLM's own classes
-    assert told.keys() >= RESERVED_OPTIONS - {"tokenizer", "hf_config_path", "skip_tokenizer_init", "hf_token"}
+    assert told.keys() >= serving.RESERVED_OPTIONS - {"tokenizer", "hf_config_path", "skip_tokenizer_init", "hf_token"}
 
 
 def test_a_step_takes_the_largest_video():
@@ -315,9 +308,9 @@ def test_quantized_weights_are_refused_on_a_cpu_that_vllm_has_no_right_products_
 ):
     source = ModelSource.resolve(quantize("tiny", method, tmp_path / "q"), quantized=True)
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: OLD_CPU | cpu)
-    check_cpu_support(source, Runtime("cuda", torch.bfloat16, "sdpa"))
+    serving.check_cpu_support(source, Runtime("cuda", torch.bfloat16, "sdpa"))
     with pytest.raises(ModelError, match=f"CPU has no {lacks}:") if lacks else nullcontext():
-        check_cpu_support(source, choose_runtime("cpu", "bfloat16"))
+        serving.check_cpu_support(source, choose_runtime("cpu", "bfloat16"))
 
 
 def test_four_bits_of_compressed_tensors_are_four_bits(monkeypatch):
@@ -325,12 +318,12 @@ def test_four_bits_of_compressed_tensors_are_four_bits(monkeypatch):
     group = {"weights": {"num_bits": 4, "type": "int"}, "input_activations": None}
     quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: OLD_CPU)
-    check_cpu_support(source, choose_runtime("cpu", "bfloat16"))
+    serving.check_cpu_support(source, choose_runtime("cpu", "bfloat16"))
     quantized = {"quantization_config": quantization}
     for more in (quantized, {"text_config": source.config["text_config"] | quantized}):
         four = replace(source, config=source.config | more)
         with pytest.raises(ModelError, match="CPU has no AVX-512"):
-            check_cpu_support(four, choose_runtime("cpu", "bfloat16"))
+            serving.check_cpu_support(four, choose_runtime("cpu", "bfloat16"))
 
 
 @pytest.fixture
@@ -368,19 +361,19 @@ def test_a_greedy_answer_ends_where_the_checkpoint_says_and_a_drawn_one_has_its_
     generation = GenerationConfig(eos_token_id=[9, 7], repetition_penalty=1.05)
     ends = {"stop_token_ids": [7, 9], "repetition_penalty": 1.05}
     greedy = {"max_tokens": 5, "temperature": 0.0}
-    assert make_sampling_params(Decoding(max_new_tokens=5), generation) == greedy | ends | ours
+    assert serving.make_sampling_params(Decoding(max_new_tokens=5), generation) == greedy | ends | ours
     drawn = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 123}
     none = {"stop_token_ids": [], "repetition_penalty": 1.0}
-    assert make_sampling_params(Decoding(4, 0.7, 0.9, 20, 123), GenerationConfig(eos_token_id=None)) == (
+    assert serving.make_sampling_params(Decoding(4, 0.7, 0.9, 20, 123), GenerationConfig(eos_token_id=None)) == (
         drawn | none | ours
     )
 
 
 def test_what_vllm_does_not_have_is_refused():
-    check_generation_settings("m", GenerationConfig(repetition_penalty=1.3))
+    serving.check_generation_settings("m", GenerationConfig(repetition_penalty=1.3))
     for setting in ({"no_repeat_ngram_size": 3}, {"suppress_tokens": [4]}, {"min_new_tokens": 2}):
         with pytest.raises(ModelError, match=next(iter(setting))):
-            check_generation_settings("m", GenerationConfig(**setting))
+            serving.check_generation_settings("m", GenerationConfig(**setting))
 
 
 def transfer(name, **more):
@@ -410,6 +403,6 @@ def several(*names):
 def test_a_connector_that_may_answer_one_video_from_anothers_keys_is_refused_and_others_are_taken(arguments, setting):
     why = rf"{setting}: .* equal token ids.*kv_offloading_backend=native\), or leave"
     with pytest.raises(ModelError, match=why) if setting else nullcontext():
-        check_connectors(arguments)
+        serving.check_connectors(arguments)
     with pytest.raises(ModelError, match=r"kv_transfer_config='LMCache' is not a JSON object"):
-        check_connectors({"kv_transfer_config": "LMCache"})
+        serving.check_connectors({"kv_transfer_config": "LMCache"})
