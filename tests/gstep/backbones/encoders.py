@@ -61,8 +61,3 @@ def features_of(stock, preprocessor, frames, dtype):
 
 def parts(visual):
     return [visual.tokens, *visual.deepstack, *(visual.evidence[name] for name in sorted(visual.evidence))]
-
-
-def settings_file(folder):
-    own = folder / "video_preprocessor_config.json"
-    return own if own.exists() else folder / "preprocessor_config.json"

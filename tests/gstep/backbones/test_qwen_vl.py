@@ -20,15 +20,7 @@ from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
 from gstep.language import Visual, load_language_model, prompt_builder
 from tests.builders.clips import sample
-from tests.gstep.backbones.encoders import (
-    BFLOAT16,
-    FLOAT32,
-    QWEN,
-    frames_for,
-    load_stock,
-    settings_file,
-    stock_features,
-)
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, QWEN, frames_for, load_stock, stock_features
 from tests.gstep.hub_configs import LLMS, PREPROCESSOR
 from tests.gstep.quantized import CONFIGS, quantize
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
@@ -317,7 +309,8 @@ FAST, PIXELS = "LlavaOnevisionVideoProcessor", "video_preprocessor_config.json"
     ],
 )
 def test_settings_that_would_change_the_pixels_are_refused(name, folder, filename, setting, value, words):
-    with changed_json(folder / filename if filename else settings_file(folder)) as content:
+    own = PIXELS if (folder / PIXELS).exists() else "preprocessor_config.json"
+    with changed_json(folder / (filename or own)) as content:
         content[setting] = value
     with pytest.raises(ModelError, match=words):
         family_of(ModelSource.resolve(folder)).preprocessor()

@@ -15,12 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gstep.backbones import fixed_size
-from gstep.backbones.preprocess import (
-    FixedSizePreprocessor,
-    PerFramePreprocessor,
-    PerVideoPreprocessor,
-    check_settings,
-)
+from gstep.backbones.preprocess import FixedSizePreprocessor, PerFramePreprocessor, PerVideoPreprocessor, check_settings
 from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
 from gstep.errors import ModelError, UnsupportedVideo
