@@ -1,22 +1,34 @@
-"""The command: exit codes, its report, and videos encoded again from their sources."""
+"""jobs.verify, compact, remove and merge: exit codes, reports, documents, and videos encoded again."""
 
 import json
 import shutil
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from jobs import inspect, prune, verify
+from jobs import compact, inspect, merge, prune, remove, verify
 from pipeline import TokenCache
+from pipeline.cache.merging import merge_table_files
+from pipeline.errors import RemovedVideo
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.builders.caches import encoded, random_tokens, write_header, write_shard
 from tests.builders.clips import sample
 from tests.builders.runs import document_of, forbid_ray, said_by, start, stop
 from tests.builders.stores import S3Server
-from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
+from tests.pipeline.damage import (
+    flip,
+    other_tokens,
+    rewrite_tokens,
+    say_what_was_committed,
+    shards,
+    stop_at_each_change,
+)
+from tests.pipeline.rewrite.test_merge import cache_of
+from tests.pipeline.verifying import assert_tokens, tokens_of
 
 CLIPS = ("carphone_pristine.mp4", "bikes.mp4")
 
@@ -149,3 +161,96 @@ def test_an_interrupt_ends_it_at_once():
         assert process.stdout is not None and "waiting" in process.stdout.readline()
         said = stop(process, signal.SIGTERM)
     assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said
+
+
+@pytest.fixture
+def scattered(tmp_path):
+    store = write_header(tmp_path / "c", hidden_size=8)
+    for number, name in enumerate("abc"):
+        write_shard(store, f"run{number}", encoded(name, random_tokens(number, (4, 9, 8)), 0.25, "gstep"))
+    return tmp_path / "c"
+
+
+def test_files_are_merged_and_then_deleted(scattered):
+    said = said_by(compact, scattered)
+    assert "3 files merged into 1 of 3 rows" in said and "3 merged files stay for a while" in said
+    code, found, said = document_of(compact, [str(scattered), "--keep-minutes", "0"])
+    assert (code, found["cache"], len(found["deleted"]), found["read"]) == (0, str(scattered), 3, [])
+    assert "nothing to merge" in said and TokenCache(scattered).video_ids == ["a", "b", "c"]
+
+
+def test_files_of_others_stop_nothing(scattered):
+    """A token shard's name without a run's id, and a record that is none, ended the command in a traceback."""
+    say_what_was_committed(LocalStore(scattered))
+    (scattered / "tokens" / "all.parquet").write_bytes(b"")
+    for number, text in enumerate(("[]", "", "\0")):
+        (scattered / "runs" / f"{number}.json").write_text(text)
+    assert "3 videos of 3 token shards are in 1 now" in said_by(compact, scattered, "--tokens", "--keep-minutes", "0")
+    assert "3 token shards of earlier joins deleted" in said_by(compact, scattered, "--tokens", "--keep-minutes", "0")
+    assert (scattered / "tokens" / "all.parquet").exists()
+
+
+def test_damage_changes_nothing(scattered):
+    (file, *_) = (scattered / "videos").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    before = sorted((scattered / "videos").iterdir())
+    assert (
+        "hash in its name" in said_by(compact, scattered, code=1) and sorted((scattered / "videos").iterdir()) == before
+    )
+
+
+def merge_twice(store):
+    """One run merges, the next deletes what was merged."""
+    for _ in range(2):
+        merge_table_files(store, None, everything=True, keep=timedelta(0))
+
+
+def test_a_stop_before_any_change_loses_and_doubles_nothing(scattered, tmp_path):
+    """The first change puts the merged file, the others delete the three files whose rows it has."""
+    before = tokens_of(scattered)
+    for left in stop_at_each_change(merge_twice, lambda left: shutil.copytree(scattered, tmp_path / str(left))):
+        assert_tokens(tmp_path / str(left), before)
+        merge_twice(LocalStore(tmp_path / str(left)))
+        assert_tokens(tmp_path / str(left), before)
+        assert len(list((tmp_path / str(left) / "videos").iterdir())) == 1
+
+
+def test_lost_rows_are_said_and_are_no_success(scattered):
+    say_what_was_committed(LocalStore(scattered))
+    assert compact.main([str(scattered)]) == compact.main([str(scattered), "--keep-minutes", "0"]) == 0
+    sorted((scattered / "videos").iterdir())[-1].unlink()
+    for command in (inspect, compact):
+        told = said_by(command, scattered, code=1)
+        assert "3 committed videos without a row in any file of videos/ (a, b, c)" in told and "--repair" in told
+        code, found, _ = document_of(command, [str(scattered)])
+        assert (code, found["n_lost"]) == (1, 3)
+
+
+def test_removed_and_replaced_videos_are_not_lost(scattered, tmp_path):
+    (tmp_path / "ids").write_text("b")
+    say_what_was_committed(LocalStore(scattered))
+    assert remove.main([str(scattered), "--ids", str(tmp_path / "ids"), "--reason", "x", "--keep-minutes", "0"]) == 0
+    write_shard(LocalStore(scattered), "run9", encoded("c", random_tokens(7, (4, 9, 8)), 0.25, "gstep", attempts=2))
+    assert compact.main([str(scattered)]) == inspect.main([str(scattered)]) == 0
+
+
+def test_a_video_is_removed_by_name(scattered, tmp_path):
+    (tmp_path / "ids").write_text("\ufeffb\r\n\nb\n")  # as editors on Windows write it
+    argv = [str(scattered), "--ids", str(tmp_path / "ids"), "--reason", "licence ended", "--keep-minutes", "0"]
+    code, found, said = document_of(remove, argv)
+    assert (code, found["videos"], found["moved"], found["unknown"]) == (0, 1, 0, [])
+    assert "1 videos removed for good" in said
+    with pytest.raises(RemovedVideo, match="licence ended"):
+        TokenCache(scattered).get("b")
+    (record,) = [json.loads(file.read_text()) for file in (scattered / "runs").glob("*.json")]
+    assert inspect.main([str(scattered)]) == 0
+    assert (record["reason"], record["removed"], record["status"]) == ("licence ended", 1, "finished")
+
+
+def test_two_caches_become_one(tmp_path):
+    cache_of(tmp_path / "a", {"one": 1, "both": 2}, "a")
+    cache_of(tmp_path / "b", {"two": 3, "both": 9}, "b")
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    code, found, said = document_of(merge, [a, b, f"{b}/", "--out", c])
+    assert (code, found["linked"]) == (0, 3) and "3 videos; of 1 several caches had a row" in said
+    assert TokenCache(c).video_ids == ["both", "one", "two"]
