@@ -54,13 +54,6 @@ def pruned(folder: Path, *options: str, videos: str = "videos", code: int = 0) -
     return " ".join(said.replace("│", " ").split())
 
 
-@pytest.fixture
-def idle(monkeypatch):
-    """Nothing can start Ray or load a weight of a model."""
-    forbid_ray(monkeypatch)
-    forbid_models(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def half(one_ray, clip, tmp_path_factory) -> Path:
     """A folder of a.mp4, which is no video, to f.mp4, of which the first three are done in two shares."""

@@ -49,20 +49,17 @@ def test_errors_become_exit_codes_with_a_line_each():
     assert code_of(raising(KeyboardInterrupt()), interrupt_message="ended early") == (130, "ended early")
 
 
-TABLE = """
-import sys
+PROGRAM = """
+import atexit, os, signal, sys
 from rich.console import Console
 from jobs.command import run_to_exit_code
-from jobs.frame.json_document import CommandResult
+from jobs.frame.json_document import CommandResult, print_lines
 
-sys.exit(run_to_exit_code(lambda: CommandResult(0, {}, ["a table"], "failed: 3 videos"), Console(stderr=True)))
 """
-LINES = """
-import sys
-from rich.console import Console
-from jobs.command import run_to_exit_code
-from jobs.frame.json_document import print_lines
-
+TABLE = f"""{PROGRAM}
+sys.exit(run_to_exit_code(lambda: CommandResult(0, {{}}, ["a table"], "failed: 3 videos"), Console(stderr=True)))
+"""
+LINES = f"""{PROGRAM}
 sys.exit(run_to_exit_code(lambda: print_lines(["a line"]) or 0, Console(stderr=True), failures=(OSError,)))
 """
 
@@ -84,10 +81,8 @@ def test_lines_of_a_result_are_not_broken_and_its_failure_goes_to_stderr(capsys)
 
 
 def test_letters_that_the_locale_lacks_are_escaped():
-    done = subprocess.run(
-        [sys.executable, "-c", TABLE.replace("a table", "\u89c6.mp4")], cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    program = TABLE.replace("a table", "\u89c6.mp4")
+    done = run_python("-c", program, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout) == (0, "\\u89c6.mp4\n")
 
 
@@ -156,11 +151,7 @@ def test_what_could_not_be_written_is_said_of_an_interrupt_and_of_a_failure():
     assert code_of(raising(failure), failures=(RunFailed,)) == (1, said)
 
 
-LEAVING = """
-import atexit, os, signal, sys
-from rich.console import Console
-from jobs.command import run_to_exit_code
-
+LEAVING = f"""{PROGRAM}
 def work():
     sys.stdout.write("result")
     return 1
@@ -170,15 +161,15 @@ def leave():
     print("unreachable")
 
 atexit.register(leave)
-sys.argv[0] = "{name}"
+sys.argv[0] = "NAME"
 sys.exit(run_to_exit_code(work, Console(stderr=True)))
 """
 
 
 def test_ctrl_c_once_the_work_has_ended_leaves_at_once_with_its_exit_code():
-    left = run_python("-c", LEAVING.format(name="/bin/gstep-cache"))
+    left = run_python("-c", LEAVING.replace("NAME", "/bin/gstep-cache"))
     assert (left.returncode, left.stdout, left.stderr) == (1, "result", "")
-    program = run_python("-c", LEAVING.format(name="mine.py"))  # a program of the user's goes on
+    program = run_python("-c", LEAVING.replace("NAME", "mine.py"))  # a program of the user's goes on
     assert "KeyboardInterrupt" in program.stderr
 
 

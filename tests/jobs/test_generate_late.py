@@ -21,14 +21,20 @@ from pipeline import TokenCache
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.writer import VideoItem
 from pipeline.generate.answerer import Answerer
-from pipeline.generate.answers import read_answers
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.prompts import VideoMemory
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from pipeline.rows import QuestionRecord, drop_nulls
-from tests.builders.answers import request_about, setup_of, tiny_cache, tiny_cache_with_embeddings, write_questions
+from tests.builders.answers import (
+    answers_by_id,
+    request_about,
+    setup_of,
+    tiny_cache,
+    tiny_cache_with_embeddings,
+    write_questions,
+)
 from tests.builders.caches import encode_clip, random_tokens, source_record, write_shard
 from tests.builders.clips import sample
 from tests.builders.runs import clips
@@ -53,7 +59,7 @@ def test_answers_are_from_what_the_method_keeps(one_ray, tmp_path):
     def ask(out, *options):
         ways = ["--retention-ratio", "0.25", "--max-new-tokens", "6", "--choices", "loglikelihood", *options]
         assert generate.main([str(cache), "--questions", str(questions), "--out", str(tmp_path / out), *ways]) == 0
-        return {row["question_id"]: row for row in read_answers(tmp_path / out).to_pylist()}
+        return answers_by_id(tmp_path / out)
 
     opened = TokenCache(cache)
     visual = opened.get("a.mp4").visual
@@ -150,7 +156,7 @@ def test_two_questions_on_one_video_are_answered_from_tokens_of_their_own(one_ra
     assert prune.main([str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "3", *stored]) == 0
     asked = ["--questions", str(questions), "--out", str(tmp_path / "a"), "--choices", "loglikelihood"]
     assert generate.main([str(cache), *asked, *LATE, "--siglip", "tiny"]) == 0
-    rows = {row["question_id"]: row for row in read_answers(tmp_path / "a").to_pylist()}
+    rows = answers_by_id(tmp_path / "a")
     opened = TokenCache(cache)
     video = opened.get("bikes.mp4", evidence=["image_embedding"])
     kept = {question["question_id"]: by_hand(video, question["prompt"]) for question in CHOSEN}

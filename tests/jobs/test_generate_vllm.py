@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-from collections import Counter
 from statistics import fmean
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 
 from gstep.backbones import ModelSource
 from jobs import generate, recode
-from pipeline import read_answers
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
-from tests.builders.answers import tiny_cache, write_questions
+from tests.builders.answers import answers_by_id, tiny_cache, write_questions
 from tests.builders.runs import family, run_here, said_by
 from tests.gstep.quantized import quantize
 from tests.waiting import wait_until
@@ -43,12 +41,6 @@ def asked(tmp_path):
     return [str(tmp_path / "c"), "--questions", str(write_questions(tmp_path / "q.jsonl", rows))]
 
 
-def answers(folder):
-    rows = read_answers(folder).to_pylist()
-    assert max(Counter(row["question_id"] for row in rows).values()) == 1
-    return {row["question_id"]: row for row in rows}
-
-
 @pytest.mark.parametrize(("choices", "codec"), [("letter", None), ("loglikelihood", "int4")])
 def test_both_engines_give_the_same_rows(one_ray, asked, tmp_path, choices, codec):
     if codec is not None:
@@ -57,7 +49,7 @@ def test_both_engines_give_the_same_rows(one_ray, asked, tmp_path, choices, code
     common = [*asked, "--retention-ratio", "0.1", "--choices", choices, "--max-new-tokens", "6"]
     for engine in ("transformers", "vllm"):
         said_by(generate, *common, "--out", tmp_path / engine, "--engine", engine)
-    ours, theirs = answers(tmp_path / "vllm"), answers(tmp_path / "transformers")
+    ours, theirs = answers_by_id(tmp_path / "vllm"), answers_by_id(tmp_path / "transformers")
     assert ours.keys() == theirs.keys() and len(ours) == 37
     assert ours["away"]["error_class"] == theirs["away"]["error_class"] == "unknown-video"
     same = ("status", "choice", "n_prompt_tokens", "n_visual_tokens", "n_kept", "retention_ratio", "choice_tokens")
@@ -103,7 +95,7 @@ def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(one
     done = run_here(generate, [*argv, "--max-new-tokens", "40"])
     killer.join()
     assert done.returncode == 0, done.stdout
-    rows = answers(out)
+    rows = answers_by_id(out)
     assert killed and killed[0] < shards()
     assert {name for name, row in rows.items() if row["status"] != "ok"} == {"away"} and len(rows) == 37
 
@@ -124,7 +116,7 @@ def test_arguments_that_vllm_does_not_know_or_that_leave_no_room_for_the_largest
 def test_quantized_language_models_answer_and_both_models_are_in_the_identity(one_ray, asked, tmp_path):
     common = [*asked, "--retention-ratio", "0.1", "--max-new-tokens", "6"]
     assert run_here(generate, [*common, "--out", str(tmp_path / "plain")]).returncode == 0  # as vLLM answers, see above
-    plain = answers(tmp_path / "plain")
+    plain = answers_by_id(tmp_path / "plain")
     cpu = torch.cpu.get_capabilities()
     lacks = {
         "compressed-tensors": None if cpu.get("avx512_vnni") or cpu.get("avx_vnni") else "VNNI",
@@ -143,7 +135,7 @@ def test_quantized_language_models_answer_and_both_models_are_in_the_identity(on
             assert done.returncode == 1 and f"this node's CPU has no {lacks[method]}:" in done.stdout
             continue
         assert done.returncode == 0, done.stdout
-        rows = answers(out)
+        rows = answers_by_id(out)
         assert len(rows) == 37 and all(row["answer"] or row["choices"] for name, row in rows.items() if name != "away")
         identity = json.loads((out / "answers.json").read_text())["identity"]
         assert identity["cache"]["model"]["weights"] == ModelSource.resolve("tiny").identity

@@ -21,7 +21,7 @@ from pipeline.runner.claim import Claim, find_holder
 from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import LocalStore
 from tests.builders.clips import sample
-from tests.builders.runs import document_of, forbid_models, said_by
+from tests.builders.runs import document_of, said_by
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
 from tests.waiting import wait_until
 
@@ -173,18 +173,12 @@ def caches(one_ray, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def no_models(monkeypatch):
-    """Fails where a model is resolved or loaded: what is stored serves."""
-    forbid_models(monkeypatch)
-
-
 def compared(caches: Path, name: str, methods: list[str] | None = None, **options) -> pipeline.Comparison:
     return pipeline.compare(caches / name, "bikes.mp4", methods=methods, **options)
 
 
 @pytest.mark.slow
-def test_what_a_cache_stores_is_shown_as_it_is_stored(caches, no_models):
+def test_what_a_cache_stores_is_shown_as_it_is_stored(caches, idle):
     for name, label in LABELS.items():
         video = TokenCache(caches / name).get("bikes.mp4")
         for methods in (None, [], [label]):
@@ -202,7 +196,7 @@ def test_what_a_cache_stores_is_shown_as_it_is_stored(caches, no_models):
 
 
 @pytest.mark.slow
-def test_methods_select_from_the_tokens_of_a_whole_cache_as_runs_do(caches, no_models):
+def test_methods_select_from_the_tokens_of_a_whole_cache_as_runs_do(caches, idle):
     methods = ["gstep", "visionzip", "random,seed=3", "vidcom2"]
     found = compared(caches, "whole", methods, video_roots=[str(caches / "v")])
     for name, label in LABELS.items():

@@ -18,10 +18,9 @@ from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from jobs import generate, inspect, prune, verify
 from pipeline import TokenCache
-from pipeline.generate.answers import read_answers
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.builders.answers import write_questions
+from tests.builders.answers import answers_by_id, write_questions
 from tests.builders.archives import ended, member
 from tests.builders.clips import sample, write_clip
 from tests.builders.runs import clips, document_of, forbid_ray, run, said_by
@@ -239,7 +238,7 @@ def test_they_answer_from_their_caches(of_family, model, tmp_path, monkeypatch):
     argv = [str(cache), "--questions", str(questions), "--out", str(out), "--retention-ratio", "0.10"]
     argv += ["--max-new-tokens", "6"]
     said_by(generate, *argv)
-    opened, answers = TokenCache(cache), {row["question_id"]: row for row in read_answers(out).to_pylist()}
+    opened, answers = TokenCache(cache), answers_by_id(out)
     visual = opened.get("bikes.mp4", 0.10).visual
     assert len(visual.deepstack) == (3 if model == "tiny-qwen3-vl" else 0)
     build = prompt_builder(ModelSource.resolve(model)).build

@@ -22,8 +22,8 @@ from pipeline.generate.answers import check_answers_folder, commit_answers, merg
 from pipeline.generate.removal import read_removal_reasons
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from tests.builders.answers import tiny_cache, write_questions
-from tests.builders.runs import forbid_models, forbid_ray, said_by
+from tests.builders.answers import answers_by_id, tiny_cache, write_questions
+from tests.builders.runs import said_by
 from tests.builders.stores import S3Server
 from tests.jobs.test_stored import VERSIONS, unpack
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
@@ -36,10 +36,8 @@ KEPT_COLUMNS = {"question_id", "run_id", "video_ids", "pruning", "method_code", 
 
 
 @pytest.fixture(params=VERSIONS[1:])
-def stored(request, tmp_path, monkeypatch) -> Path:
+def stored(request, idle, tmp_path, monkeypatch) -> Path:
     """What a version wrote, which is the working folder; no model is loaded, and no Ray started."""
-    forbid_ray(monkeypatch)
-    forbid_models(monkeypatch)
     monkeypatch.chdir(unpack(tmp_path, request.param))
     return tmp_path / request.param
 
@@ -206,7 +204,7 @@ def test_no_turn_of_a_removed_conversation_is_left(stored, form):
     remove_from("answers")
     assert not [text for text in ("Which turn", "The first of") if text in all_text(Path("answers"))]
     assert json.loads(Path("answers/runs/run.json").read_text()) == {"note": "text of one user: (removed)"}
-    live = {row["question_id"]: row for row in read_answers("answers").to_pylist()}
+    live = answers_by_id("answers")
     assert (live["talk"]["status"], live["talk"]["conversation"]) == ("removed", None)
 
 
@@ -239,7 +237,7 @@ def test_answers_of_before_a_removal_from_the_cache_stay_with_a_note(ask, tmp_pa
     asked = [{**ROWS[0], "question_id": name} for name in ("good", "bad")]
     code, said = ask(rows=asked, read=True)
     assert code == 0 and "1 answered, 0 failed" in said and f"jobs.remove {store} --ids" in said
-    live = {row["question_id"]: row["status"] for row in read_answers(tmp_path / "o").to_pylist()}
+    live = {name: row["status"] for name, row in answers_by_id(tmp_path / "o").items()}
     assert live == {"good": "ok", "bad": "removed", "a": "failed"}
 
 

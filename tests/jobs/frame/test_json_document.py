@@ -71,11 +71,7 @@ def test_a_reader_that_does_not_wait_for_the_document_is_no_error():
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [
-        (UsageError("no such flag"), 2),
-        (KeyboardInterrupt("ended early"), 130),
-        (ZeroDivisionError("a bug"), None),
-    ],
+    [(UsageError("no such flag"), 2), (KeyboardInterrupt("ended early"), 130), (ZeroDivisionError("a bug"), None)],
 )
 def test_an_error_is_a_document_with_the_same_exit_code_and_a_bug_still_raises(capsys, error, code):
     more = {"failures": (RunFailed,), "interrupt_message": "ended early", "document": True}
@@ -99,6 +95,7 @@ def test_a_document_is_strict_json_in_ascii(capsys):
 
 
 WRONG = ["--no-such-flag"]
+MISTYPED = (prune, generate, evaluate, inspect, verify, compact, doctor, serve)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +103,7 @@ WRONG = ["--no-such-flag"]
     [
         (prune, ["/no/such/folder"], "ManifestError"),
         (inspect, ["/no/cache"], "NotACache"),
-        *((command, WRONG, "UsageError") for command in (prune, generate, evaluate, inspect, verify, compact, doctor)),
-        (serve, WRONG, "UsageError"),
+        *((command, WRONG, "UsageError") for command in MISTYPED),
         (benchmark, ["read", *WRONG], "UsageError"),
     ],
 )
