@@ -251,15 +251,12 @@ def test_they_answer_from_their_caches(of_family, model, tmp_path, monkeypatch):
     said_by(generate, *argv, "--rule", "vllm", code=2)  # another policy, other answers
 
 
-OPTIONS = ("--num-frames", "2")
 IDS = ("file", "object", "t.tar/a", "t.tar/b", "s.tar/a", "s.tar/b", "z.zip/a", "z.zip/b")
 FORMS = ("file", "object", "t.tar/a", "s.tar/a", "z.zip/a")  # the id of a video of each form
 
 
-@pytest.fixture(scope="module")
-def contents(tmp_path_factory) -> list[bytes]:
+def clips_of_one_size(folder: Path) -> list[bytes]:
     """Three clips of other lengths, with as many bytes: a box that players pass over fills them up."""
-    folder = tmp_path_factory.mktemp("clips")
     clips = [write_clip(folder / f"{count}.mp4", count=count).read_bytes() for count in (40, 20, 30)]
     size = max(map(len, clips)) + 8
     return [clip + (size - len(clip)).to_bytes(4, "big") + b"free" + bytes(size - len(clip) - 8) for clip in clips]
@@ -299,8 +296,8 @@ class Corpus:
 
     def prune(self, *more: str, code: int = 0) -> str:
         places = (self.folder / "m.jsonl", self.folder / "t.tar", self.server.uri("s.tar"), self.folder / "z.zip")
-        root = ("--video-root", self.server.uri())
-        return said_by(prune, *places, *root, "--out", self.cache, *OPTIONS, *more, code=code)
+        options = ("--video-root", self.server.uri(), "--out", self.cache, "--num-frames", "2", *more)
+        return said_by(prune, *places, *options, code=code)
 
     def values(self, column: str) -> dict[str, Any]:
         """A column of the rows of the cache, by video."""
@@ -309,15 +306,14 @@ class Corpus:
 
 
 @pytest.fixture
-def server(monkeypatch):
-    with S3Server() as opened:
-        opened.reach(monkeypatch)
-        yield opened
+def corpus(tmp_path, monkeypatch):
+    with S3Server() as server:
+        server.reach(monkeypatch)
+        yield Corpus(tmp_path / "corpus", server)
 
 
-def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(one_ray, contents, server, tmp_path):
-    a, b, other = contents
-    corpus = Corpus(tmp_path / "corpus", server)
+def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(one_ray, corpus, tmp_path):
+    a, b, other = clips_of_one_size(tmp_path)
     corpus.write(a, b)
     corpus.prune()
     before = corpus.values("source_hash")
