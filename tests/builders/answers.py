@@ -24,7 +24,7 @@ from pipeline.cache.header import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
 from pipeline.generate.answer_setup import AnswerSetup
-from pipeline.generate.answers import AnswersIdentity
+from pipeline.generate.answers import AnswersIdentity, read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning, PruningSpec
 from pipeline.generate.prompts import PreparedQuestion, PromptMaker
@@ -158,6 +158,14 @@ def prepared(request: AnswerRequest) -> PreparedQuestion | dict[str, Any]:
     (question,) = sent(request.questions)
     prompts = PromptMaker(request.setup, SimpleNamespace(context_length=10**6), "cpu", Heartbeat("answer"))
     return prompts.make(question, AnswerMode.parse(question["decoding"]))
+
+
+def answers_by_id(out: Path | str) -> dict[str, dict[str, Any]]:
+    """Return the answers of a place by question; no question has two."""
+    rows = read_answers(out).to_pylist()
+    found = {row["question_id"]: row for row in rows}
+    assert len(found) == len(rows)
+    return found
 
 
 def lines_of(request: AnswerRequest) -> list[str]:

@@ -20,6 +20,13 @@ def one_ray():
 
 
 @pytest.fixture
+def idle(monkeypatch):
+    """Nothing can start Ray or load a weight of a model."""
+    forbid_ray(monkeypatch)
+    forbid_models(monkeypatch)
+
+
+@pytest.fixture
 def ask(tmp_path):
     """Run jobs.generate on the cache ``c`` with Ray and checkpoints forbidden; returns its exit code and what it said.
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def clip(tmp_path_factory) -> Path:
     return write_clip(tmp_path_factory.mktemp("clip") / "v.mp4", size=(64, 64), count=4)
 
 
-def copies(folder: Path, clip: Path, names: str) -> Path:
+def copies(folder: Path, clip: Path, names: Iterable[str]) -> Path:
     """``names`` as .mp4 below videos/."""
     (folder / "videos").mkdir()
     for name in names:
@@ -52,13 +53,6 @@ def pruned(folder: Path, *options: str, videos: str = "videos", code: int = 0) -
         patch.setenv("COLUMNS", "300")
         said = said_by(prune, folder / videos, "--out", folder / "cache", *SMALL, *options, code=code)
     return " ".join(said.replace("│", " ").split())
-
-
-@pytest.fixture
-def idle(monkeypatch):
-    """Nothing can start Ray or load a weight of a model."""
-    forbid_ray(monkeypatch)
-    forbid_models(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -178,13 +172,11 @@ def test_two_threads_fill_two_caches_on_the_ray_of_this_process_and_leave_no_pro
 
 
 ODD = ("new\nline", "tab\t", "ümläut😀", "u\u0308", "[bold]x[bold]", "{id}", "-n", "'quote\"", "a%20b", "q?x=1#f")
-ODDER = (" lead", "x" * 240, "A", "a", "\u202ertl", "back\\slash", "*")
+ODD += (" lead", "x" * 240, "A", "a", "\u202ertl", "back\\slash", "*")
 
 
 def test_odd_names_are_ids_like_any_other_and_files_that_come_later_are_for_the_next_run(one_ray, tmp_path, clip):
-    (tmp_path / "videos").mkdir()
-    for name in (*ODD, *ODDER):
-        shutil.copy(clip, tmp_path / "videos" / f"{name}.mp4")
+    copies(tmp_path, clip, ODD)
 
     def add() -> None:
         wait_until(lambda: [*(tmp_path / "cache/videos").glob("*.parquet")], "the first commit")
@@ -195,7 +187,7 @@ def test_odd_names_are_ids_like_any_other_and_files_that_come_later_are_for_the_
         pruned(tmp_path, "--videos-per-shard", "1")
         added.result()
     cache = TokenCache(tmp_path / "cache")
-    assert cache.video_ids == sorted(f"{name}.mp4" for name in (*ODD, *ODDER))
+    assert cache.video_ids == sorted(f"{name}.mp4" for name in ODD)
     assert all(len(cache.get(video_id).tokens) for video_id in cache.video_ids)
     assert f"{len(cache)} of {len(cache) + 1} videos are in the cache already" in pruned(tmp_path)
 

@@ -55,18 +55,12 @@ class Mine(Pruner):
 SMALLEST = METHOD.replace("LARGEST_FIRST = True", "LARGEST_FIRST = False")
 
 
-class Own:
-    """The module ``norms`` of a user, which changes while this process lives."""
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "norms.py"
-        self.write(METHOD)
-
-    def write(self, code: str) -> None:
-        """Write the module, as if this process had begun after that."""
-        self.file.write_text(code)
-        shutil.rmtree(self.file.parent / "__pycache__", ignore_errors=True)
-        sys.modules.pop("norms", None)
+def write(module: Path, code: str) -> Path:
+    """Write a module of a user, as if this process had begun after that."""
+    module.write_text(code)
+    shutil.rmtree(module.parent / "__pycache__", ignore_errors=True)
+    sys.modules.pop(module.stem, None)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +81,9 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def own(place) -> Own:
-    return Own(place)
+def own(place) -> Path:
+    """The module of the method, which changes while this process lives."""
+    return write(place / "norms.py", METHOD)
 
 
 @pytest.fixture(scope="module")
@@ -116,18 +111,17 @@ def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_agai
     pruned(videos, out)
     assert kept_largest(out) == {True}
     first = read_header(TokenCache(out).store)["identity"]["pruner"]["code"]
-    own.write(METHOD.replace('"""A method."""', "# Another comment\n\n"))
+    write(own, METHOD.replace('"""A method."""', "# Another comment\n\n"))
     assert "nothing to do" in pruned(videos, out)
 
-    own.write(SMALLEST)
+    write(own, SMALLEST)
     said = pruned(videos, out, code=2)
-    assert f"norms:Mine in {own.file}" in said and "--on-changed redo, or name another --out" in said
+    assert f"norms:Mine in {own}" in said and "--on-changed redo, or name another --out" in said
     (videos / "v999.mp4").write_bytes((videos / "v000.mp4").read_bytes())
     assert "other code" in pruned(videos, out, code=2)  # nothing is put beside what the old code made
     (videos / "v999.mp4").unlink()
     (tmp_path / "ids.txt").write_text("v002.mp4")
-    gone = [str(out), "--ids", str(tmp_path / "ids.txt"), "--reason", "rights", "--keep-minutes", "0"]
-    said_by(remove, *gone)
+    said_by(remove, out, "--ids", tmp_path / "ids.txt", "--reason", "rights", "--keep-minutes", "0")
     pruned(videos, out, "--on-changed", "redo", "--dry-run")
     assert kept_largest(out) == {True}
     (tmp_path / "wrong.txt").write_text("v777.mp4")
@@ -193,13 +187,6 @@ def whole(tmp_path) -> Path:
 ASKED = [{"question_id": v, "video_id": v, "prompt": "Which?", "choices": ["x", "y", "z"], "answer": "x"} for v in "ab"]
 
 
-def asking(whole: Path, folder: Path) -> list[str]:
-    """Return the arguments that ask about the method's tokens; the answers are in the folder."""
-    questions = write_questions(folder / "q.jsonl", ASKED)
-    argv = [str(whole), "--questions", str(questions), "--out", str(folder / "answers"), "--pruner", "norms:Mine"]
-    return [*argv, "--retention-ratio", "0.1"]
-
-
 def scored(out: Path) -> dict[tuple[str, str], tuple[list[float], str]]:
     rows = read_answers(out / "answers").to_pylist()
     return {(row["pruning"], row["question_id"]): (row["choice_scores"], row["run_id"]) for row in rows}
@@ -212,9 +199,9 @@ def test_an_evaluation_asks_only_what_the_changed_method_had_answered(own, whole
 
     said_by(evaluate, *argv)
     first = scored(out)
-    own.write(SMALLEST)
+    write(own, SMALLEST)
     said = said_by(evaluate, *argv, code=2)
-    assert f"norms:Mine in {own.file}" in said and "--on-changed redo" in said
+    assert f"norms:Mine in {own}" in said and "--on-changed redo" in said
     assert scored(out) == first
     said_by(evaluate, *argv, "--on-changed", "redo")
     second = scored(out)
@@ -222,23 +209,23 @@ def test_an_evaluation_asks_only_what_the_changed_method_had_answered(own, whole
     assert len(mine) == 2 and all(second[key][0] != first[key][0] for key in mine)
     assert {key: second[key] for key in second.keys() - mine} == {key: first[key] for key in first.keys() - mine}
     assert "nothing to do" in said_by(evaluate, *argv) and scored(out) == second
-    own.write(METHOD)  # the answers of this code are still there
+    write(own, METHOD)  # the answers of this code are still there
     assert "nothing to do" in said_by(evaluate, *argv, "--on-changed", "redo") and scored(out) == first
     assert "nothing to do" in said_by(evaluate, *argv)
 
 
 def test_a_repruned_cache_is_made_again_by_other_code(own, whole, tmp_path):
     out = tmp_path / "small"
-    argv = [str(whole), "--out", str(out), "--pruner", "norms:Mine", "--retention-ratio", "0.25"]
+    method = ("--pruner", "norms:Mine", "--retention-ratio", "0.25")
+    argv = (whole, "--out", out, *method)
     said_by(reprune, *argv)
     assert kept_largest(out) == {True}
-    own.write(SMALLEST)
-    assert f"norms:Mine in {own.file}" in said_by(reprune, *argv, code=2)
+    write(own, SMALLEST)
+    assert f"norms:Mine in {own}" in said_by(reprune, *argv, code=2)
     said_by(reprune, *argv, "--on-changed", "redo")
     assert kept_largest(out) == {False} and not TokenCache(out).foreign_files
-    fresh = [str(whole), "--out", str(tmp_path / "other"), "--pruner", "norms:Mine", "--retention-ratio", "0.25"]
-    own.write(METHOD)
-    said_by(reprune, *fresh)
+    write(own, METHOD)
+    said_by(reprune, whole, "--out", tmp_path / "other", *method)
     assert "pruner.code" in said_by(merge, out, tmp_path / "other", "--out", tmp_path / "both", code=2)
 
 
@@ -248,11 +235,11 @@ def test_a_cache_that_does_not_say_its_code_is_gone_on_with_and_redo_makes_it_sa
     out = tmp_path / "c"
     pruned(videos, out)
     store = TokenCache(out).store
-    header = read_header(store)
-    del header["identity"]["pruner"]["code"]
-    header["identity"]["pruner"] |= older
+    identity = read_header(store)["identity"]
+    del identity["pruner"]["code"]
+    identity["pruner"] |= older
     shutil.rmtree(out)
-    tiny_cache(out, ("v000.mp4",), **{"identity": header["identity"], "deepstack_levels": 0})
+    tiny_cache(out, ("v000.mp4",), identity=identity, deepstack_levels=0)
     said_by(inspect, str(out))
     assert "2 videos in" in pruned(videos, out, "--on-changed", "skip")
     assert len(TokenCache(out).video_ids) == 3 and not TokenCache(out).foreign_files
@@ -266,21 +253,22 @@ LINE = BUG[: BUG.index("tokens.flipp")].count("\n") + 1
 
 
 def test_a_bug_in_a_method_ends_the_run_at_its_first_video_with_file_and_line(own, videos, whole, tmp_path):
-    own.write(BUG)
+    write(own, BUG)
     said = pruned(videos, tmp_path / "c", code=1)
     (why,) = re.findall("failed: (.*)", said)
-    assert f"{own.file}:{LINE}: AttributeError: 'Tensor' object has no attribute 'flipp', in the method norms" in why
-    argv = asking(whole, tmp_path)
-    assert f"{own.file}:{LINE}: AttributeError" in said_by(generate, *argv, code=1)
-    said = said_by(reprune, whole, "--out", tmp_path / "small", "--pruner", "norms:Mine", code=1)
-    assert f"{own.file}:{LINE}: AttributeError" in said
+    assert f"{own}:{LINE}: AttributeError: 'Tensor' object has no attribute 'flipp', in the method norms" in why
+    questions, pruner = write_questions(tmp_path / "q.jsonl", ASKED), ("--pruner", "norms:Mine")
+    argv = (whole, "--questions", questions, "--out", tmp_path / "answers", *pruner, "--retention-ratio", "0.1")
+    assert f"{own}:{LINE}: AttributeError" in said_by(generate, *argv, code=1)
+    said = said_by(reprune, whole, "--out", tmp_path / "small", *pruner, code=1)
+    assert f"{own}:{LINE}: AttributeError" in said
 
-    own.write(METHOD)  # the same commands go on: nothing was made with the bug
+    write(own, METHOD)  # the same commands go on: nothing was made with the bug
     pruned(videos, tmp_path / "c")
     assert kept_largest(tmp_path / "c") == {True}
     said_by(generate, *argv)
     first = scored(tmp_path)
-    own.write(SMALLEST)
+    write(own, SMALLEST)
     assert "--on-changed redo" in said_by(generate, *argv, code=2)
     said_by(generate, *argv, "--on-changed", "redo")
     second = scored(tmp_path)
@@ -303,13 +291,11 @@ class Shaded(PyavDecoder):
 
 
 def test_videos_that_other_code_of_a_decoder_read_are_refused_skipped_or_read_again(own, videos, tmp_path):
-    file, out = own.file.with_name("shades.py"), tmp_path / "c"
+    file, out = own.with_name("shades.py"), tmp_path / "c"
     argv = [str(videos), "--out", str(out), "--num-frames", "2", "--decoder", "shades:Shaded"]
 
     def read(text: str, *options: str, code: int = 0) -> str:
-        file.write_text(text)
-        shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
-        sys.modules.pop("shades", None)
+        write(file, text)
         return said_by(prune, *argv, *options, code=code)
 
     def tokens() -> torch.Tensor:

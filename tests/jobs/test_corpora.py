@@ -57,9 +57,8 @@ def corpus(tmp_path_factory, few) -> Path:
         for name, data in few.items():
             archive.writestr(name, data)
     films = [{"bytes": data, "path": name} for name, data in few.items()]
-    pq.write_table(
-        pa.table({"film": films, "video_id": list(few), "says": list(few)}), root / "a.parquet", row_group_size=1
-    )
+    table = pa.table({"film": films, "video_id": list(few), "says": list(few)})
+    pq.write_table(table, root / "a.parquet", row_group_size=1)
     return root
 
 

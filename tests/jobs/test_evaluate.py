@@ -216,9 +216,7 @@ def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
     assert "is not a cache, and there are no videos to make one from" in said
 
 
-def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(data, results, tmp_path, monkeypatch):
-    forbid_ray(monkeypatch)
-    forbid_models(monkeypatch)
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(data, results, idle, tmp_path, monkeypatch):
     row = {"question_id": 1, "video_id": "a", "prompt": "What?", "answer": "x"}
     questions = write_questions(tmp_path / "q.jsonl", [row])
     asked, vllm = ("--benchmark", "videomme", "--data", str(data)), ("--engine", "vllm")

@@ -18,7 +18,7 @@ from pipeline import answer_questions
 from pipeline.generate import run
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.storage.stores import LocalStore, store_at
-from tests.builders.answers import write_questions
+from tests.builders.answers import answers_by_id, write_questions
 from tests.builders.runs import clips, document_of, family, forbid_ray, said_by
 from tests.builders.stores import SECRET, S3Server
 from tests.jobs.faults import begin_forked, fork
@@ -68,10 +68,6 @@ def ask(*given: Path, options: tuple[str, ...] = (), code: int = 0) -> str:
     return said_by(generate, *argv_of(*given), *options, code=code)
 
 
-def rows_of(out: Path | str) -> dict[str, dict]:
-    return {row["question_id"]: row for row in read_answers(out).to_pylist()}
-
-
 @pytest.fixture(scope="module")
 def first(cache, tmp_path_factory) -> tuple[Path, Path]:
     """(questions, answers) of one finished run."""
@@ -82,7 +78,7 @@ def first(cache, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_every_question_has_its_answer_or_the_reason_and_the_run_its_record(first):
-    rows = rows_of(first[1])
+    rows = answers_by_id(first[1])
     assert sorted(rows) == [row["question_id"] for row in asked()]
     assert {name: row["error_class"] for name, row in rows.items() if row["status"] != "ok"} == FAILURES
     for name, row in rows.items():
@@ -125,7 +121,7 @@ def test_every_video_is_asked_the_same_without_a_file_and_goes_on_so(cache, tmp_
     first = read_answers(tmp_path / "o")
     assert len(first) == 3
     assert generate.main(asked) == 0
-    answers = rows_of(tmp_path / "o")
+    answers = answers_by_id(tmp_path / "o")
     assert sorted((row["video_ids"], row["prompt"]) for row in answers.values()) == sorted(
         ([video], text) for video in VIDEOS for text in ("What is this?", "Why?")
     )
@@ -138,7 +134,7 @@ def test_neither_batches_nor_workers_nor_formats_change_an_answer(first, cache, 
     questions = write_questions(tmp_path / "q.csv", asked())
     options = ("--batch-size", "1", "--workers", "2", "--questions-per-shard", "3", "--format", "jsonl")
     ask(cache, questions, tmp_path / "o", options=options)
-    alone, together = rows_of(tmp_path / "o"), rows_of(first[1])
+    alone, together = answers_by_id(tmp_path / "o"), answers_by_id(first[1])
     assert {row["batch_size"] for row in alone.values()} == {1, None}
     shards = list((tmp_path / "o" / "answers").iterdir())
     assert {path.suffix for path in shards} == {".jsonl"} and len(shards) > 4
@@ -153,7 +149,7 @@ def test_another_seed_draws_other_answers_and_the_greedy_stay(first, cache, tmp_
     rows = [{"temperature": None, "choices": None, **asked()[i]} for i in (0, 1, 8, 9, 12)]
     questions = write_questions(tmp_path / "q.parquet", [{**row, "video_id": [row["video_id"]]} for row in rows])
     ask(cache, questions, tmp_path / "o", options=("--seed", "1", "--choices", "loglikelihood"))
-    other, before = rows_of(tmp_path / "o"), rows_of(first[1])
+    other, before = answers_by_id(tmp_path / "o"), answers_by_id(first[1])
     assert all(other[name]["answer"] == before[name]["answer"] for name in ("q00", "q01"))
     assert all(other[name]["answer"] != before[name]["answer"] for name in ("q08", "q09"))
     text = other["q12"]
@@ -189,14 +185,14 @@ def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(one_ray, ca
     driver = fork(answer_until_killed, argv, str(tmp_path / "log"), one_ray, os.getpid())
     driver.join(300)
     assert driver.exitcode == -signal.SIGKILL, (tmp_path / "log").read_text()
-    half = rows_of(tmp_path / "o")
+    half = answers_by_id(tmp_path / "o")
     assert 0 < len(half) < len(rows) and all(row["status"] == "ok" for row in half.values())
     larger = ("--questions-per-shard", "64", "--batch-size", "8")  # what is no setting of the answers may change
     assert generate.main([*argv, *larger]) == 0
     table = AnswersTable(LocalStore(tmp_path / "o")).rows()
     each = {tuple(row.values()) for row in table.select(["question_id", "run_id", "attempts"]).to_pylist()}
     assert Counter(question for question, *_ in each) == Counter(str(i) for i in range(160))  # also of merged files
-    again = rows_of(tmp_path / "o")
+    again = answers_by_id(tmp_path / "o")
     assert all(again[name] == row for name, row in half.items())
     assert len({row["run_id"] for row in again.values()}) == 2
 
@@ -217,7 +213,7 @@ def test_cache_questions_and_answers_on_s3(cache, tmp_path, monkeypatch):
         server.reach(monkeypatch)
         argv = [server.uri("cache"), "--questions", server.uri("q.jsonl"), "--out", server.uri("answers"), *OPTIONS]
         assert generate.main(argv) == 0
-        rows = rows_of(server.uri("answers"))
+        rows = answers_by_id(server.uri("answers"))
         assert {name: row["error_class"] for name, row in rows.items()} == {"q12": None, "q13": None, **FAILURES}
         assert generate.main([*argv, "--system", "Hi"]) == 2
         (record,) = store_at(server.uri("answers")).names("runs", ".json")

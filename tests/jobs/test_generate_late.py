@@ -1,6 +1,5 @@
 """Methods that look at the question, from a cache of all tokens of a real clip; CDPruner with SigLIP's words."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +20,25 @@ from pipeline import TokenCache
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.writer import VideoItem
 from pipeline.generate.answerer import Answerer
-from pipeline.generate.answers import read_answers
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.prompts import VideoMemory
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from pipeline.rows import QuestionRecord, drop_nulls
-from tests.builders.answers import request_about, setup_of, tiny_cache, tiny_cache_with_embeddings, write_questions
+from tests.builders.answers import (
+    answers_by_id,
+    request_about,
+    setup_of,
+    tiny_cache,
+    tiny_cache_with_embeddings,
+    write_questions,
+)
 from tests.builders.caches import encode_clip, random_tokens, source_record, write_shard
 from tests.builders.clips import sample
 from tests.builders.runs import clips
 from tests.gstep.llms import llm
+from tests.jobs.conftest import QUESTION
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +59,7 @@ def test_answers_are_from_what_the_method_keeps(one_ray, tmp_path):
     def ask(out, *options):
         ways = ["--retention-ratio", "0.25", "--max-new-tokens", "6", "--choices", "loglikelihood", *options]
         assert generate.main([str(cache), "--questions", str(questions), "--out", str(tmp_path / out), *ways]) == 0
-        return {row["question_id"]: row for row in read_answers(tmp_path / out).to_pylist()}
+        return answers_by_id(tmp_path / out)
 
     opened = TokenCache(cache)
     visual = opened.get("a.mp4").visual
@@ -82,17 +88,11 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     rng = torch.Generator().manual_seed(0)
     evidence = {"token_attention": torch.rand(4, 49, generator=rng), "token_key": torch.randn(4, 49, 8, generator=rng)}
     pruned = gstep.prune(tokens, 0.25, "visionzip", evidence=evidence)
-    store = tiny_cache(tmp_path / "c", ("other",))
-    header = json.loads(store.read("cache.json"))
-    header["identity"]["pruner"]["method"] = "visionzip"
-    store.put("cache.json", json.dumps(header).encode())
-    record = source_record("a", tuple(tokens.shape))
+    store = tiny_cache(tmp_path / "c", (), failed=("other",), method="visionzip")
     visual = gstep.VisualTokens(tokens)
-    write_shard(
-        store, "run", VideoItem({**record, **make_pruning_columns(pruned, visual)}, collect_kept_tokens(pruned, visual))
-    )
-    rows = [{"question_id": 1, "video_id": "a", "prompt": "What?"}]
-    own, plain = (request_about(tmp_path / "c", rows, order=order) for order in ("auto", "index"))
+    record = {**source_record("a", tuple(tokens.shape)), **make_pruning_columns(pruned, visual)}
+    write_shard(store, "run", VideoItem(record, collect_kept_tokens(pruned, visual)))
+    own, plain = (request_about(tmp_path / "c", [QUESTION], order=order) for order in ("auto", "index"))
     assert (own.setup.order, plain.setup.order) == ("selection", "index") and own.identity != plain.identity
     opened = TokenCache(tmp_path / "c")
     prompted = VideoMemory(opened, order=own.setup.order).read("a").visual
@@ -137,9 +137,8 @@ def by_hand(video: CachedVideo, text: str) -> torch.Tensor:
     """Which tokens the question keeps."""
     grid = (video.metadata["n_frames"], video.metadata["tokens_per_frame"])
     tokens, image = (values.unflatten(0, grid) for values in (video.tokens, video.evidence["image_embedding"]))
-    return gstep.prune(
-        tokens, RATIO, "cdpruner", evidence={"image_embedding": image, "text_embedding": words_of(text)}
-    ).index
+    evidence = {"image_embedding": image, "text_embedding": words_of(text)}
+    return gstep.prune(tokens, RATIO, "cdpruner", evidence=evidence).index
 
 
 def test_two_questions_on_one_video_are_answered_from_tokens_of_their_own(one_ray, tmp_path):
@@ -150,7 +149,7 @@ def test_two_questions_on_one_video_are_answered_from_tokens_of_their_own(one_ra
     assert prune.main([str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "3", *stored]) == 0
     asked = ["--questions", str(questions), "--out", str(tmp_path / "a"), "--choices", "loglikelihood"]
     assert generate.main([str(cache), *asked, *LATE, "--siglip", "tiny"]) == 0
-    rows = {row["question_id"]: row for row in read_answers(tmp_path / "a").to_pylist()}
+    rows = answers_by_id(tmp_path / "a")
     opened = TokenCache(cache)
     video = opened.get("bikes.mp4", evidence=["image_embedding"])
     kept = {question["question_id"]: by_hand(video, question["prompt"]) for question in CHOSEN}
@@ -216,7 +215,6 @@ def test_words_of_another_checkpoint_than_the_patches_are_refused(refuse, tmp_pa
 
 def test_the_tower_is_part_of_what_answers_were_made_with(tmp_path, tower):
     tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
-    rows = [{"question_id": 1, "video_id": "a", "prompt": "What?"}]
-    job = request_about(tmp_path / "c", rows, pruner="cdpruner", retention_ratio=0.1, siglip="tiny")
+    job = request_about(tmp_path / "c", [QUESTION], pruner="cdpruner", retention_ratio=0.1, siglip="tiny")
     said = {"method": "cdpruner", "params": {"mode": "global"}, "text_tower": tower.identity}
     assert job.identity["pruner"] == said

@@ -42,37 +42,26 @@ def folder_model(folder, **text_config) -> ModelSource:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ("--max-new-tokens 0", "max_new_tokens must be at least 1"),
-        ("--temperature -1", "temperature must be 0"),
-        ("--batch-size 0", "--batch-size must be at least 1"),
-        ("--order own", "--order own: gstep, "),
-        ("--pruner-param K", "NAME=VALUE"),
-        ("--out c", "exists and holds no answers"),
-        ("--max-failed x", "--max-failed is a count"),
-        ("--ask Why?", "--ask and --questions do not go together"),
-        ("--retention-ratio 0.5", "--retention-ratio 0.5: the cache stores 0.25"),
-        ("--model tiny-qwen3-vl", "(qwen3_vl)"),
-        ("--config magic.yaml", "--rule must be one of"),
-        ("--tensor-parallel 2", "--tensor-parallel goes with --engine vllm"),
-        ("--engine-param gpu_memory_utilization=0.8", "--engine-param goes with --engine vllm"),
-        ("--engine vllm --attn eager", "--attn eager goes with --engine transformers"),
-        ("--engine vllm --engine-param x", "--engine-param takes NAME=VALUE"),
-        ("--rule magic", "invalid choice: 'magic'"),
-        *(() if find_spec("vllm") else [("--engine vllm", "vLLM is not installed here; it needs its own environment")]),
-    ],
-)
-def test_options_without_sense(refuse, tmp_path, monkeypatch, options, why):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "magic.yaml").write_text("rule: magic\n")
-    tiny_cache(tmp_path / "c")
-    assert why in refuse(*shlex.split(options))
-
-
-@pytest.mark.parametrize(
     ("cache", "options", "why"),
     [
+        ({}, "--max-new-tokens 0", "max_new_tokens must be at least 1"),
+        ({}, "--temperature -1", "temperature must be 0"),
+        ({}, "--batch-size 0", "--batch-size must be at least 1"),
+        ({}, "--order own", "--order own: gstep, "),
+        ({}, "--pruner-param K", "NAME=VALUE"),
+        ({}, "--out c", "exists and holds no answers"),
+        ({}, "--max-failed x", "--max-failed is a count"),
+        ({}, "--ask Why?", "--ask and --questions do not go together"),
+        ({}, "--retention-ratio 0.5", "--retention-ratio 0.5: the cache stores 0.25"),
+        ({}, "--model tiny-qwen3-vl", "(qwen3_vl)"),
+        ({}, "--config magic.yaml", "--rule must be one of"),
+        ({}, "--tensor-parallel 2", "--tensor-parallel goes with --engine vllm"),
+        ({}, "--engine-param gpu_memory_utilization=0.8", "--engine-param goes with --engine vllm"),
+        ({}, "--engine vllm --attn eager", "--attn eager goes with --engine transformers"),
+        ({}, "--engine vllm --engine-param x", "--engine-param takes NAME=VALUE"),
+        ({}, "--rule magic", "invalid choice: 'magic'"),
+        *(() if find_spec("vllm") else [({}, "--engine vllm", "is not installed here; it needs its own environment")]),
+        ({}, "--system 'Look at the <image>.'", "question 1: the text has <image>"),
         ({"method": "uniform"}, "--retention-ratio 0.1", "only its own retention ratio 0.25"),
         ({"shape": (4, 25, 16)}, "", "its tokens have 16 values, the model takes 64"),
         ({"newline": None}, "", "it has no newline row"),
@@ -91,9 +80,10 @@ def test_options_without_sense(refuse, tmp_path, monkeypatch, options, why):
         *(({"method": name, "ratio": 1.0}, FASTV, f"what {name} kept") for name in ("vidcom2", "visionzip")),
     ],
 )
-def test_a_cache_that_cannot_serve_the_model_the_ratio_or_the_engine(refuse, tmp_path, cache, options, why):
-    source = ModelSource.resolve(cache.get("source", "tiny"))
-    tiny_cache(tmp_path / "c", **{**cache, "source": source})
+def test_options_without_sense_and_a_cache_that_cannot_serve_them(refuse, tmp_path, monkeypatch, cache, options, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "magic.yaml").write_text("rule: magic\n")
+    tiny_cache(tmp_path / "c", **{**cache, "source": ModelSource.resolve(cache.get("source", "tiny"))})
     assert why in refuse(*shlex.split(options))
 
 
@@ -135,9 +125,8 @@ def test_columns_and_texts_that_do_not_say_what_they_seem_to(refuse, tmp_path, r
     assert why in refuse(rows=[given])
 
 
-def test_placeholders_in_options_are_refused_and_those_of_other_models_are_not(refuse, tmp_path):
+def test_placeholders_of_the_model_are_refused_and_those_of_other_models_are_not(tmp_path):
     tiny_cache(tmp_path / "c")
-    assert "question 1: the text has <image>" in refuse("--system", "Look at the <image>.")
     asked = (tmp_path / "c", "--out", tmp_path / "o", "--ask", "What is in <video>?")
     assert "--ask, question a#" in said_by(generate, *asked, code=2)
     qwen = ModelSource.resolve("tiny-qwen2-5-vl")
@@ -194,10 +183,8 @@ def test_without_a_video_every_question_has_its_row_and_nothing_starts(ask, tmp_
 def test_answers_of_other_settings_are_refused_by_name(ask, tmp_path):
     tiny_cache(tmp_path / "c")
     assert ask(rows=GONE)[0] == 1
-    changed = (
-        "--retention-ratio 0.1 --max-new-tokens 9 --positions original --choices generate --system Hi --temperature 1"
-    )
-    code, text = ask(*changed.split(), "--seed", "3", rows=GONE)
+    changed = "--retention-ratio 0.1 --max-new-tokens 9 --positions original --choices generate --system Hi"
+    code, text = ask(*changed.split(), "--temperature", "1", "--seed", "3", rows=GONE)
     assert code == 2
     for difference in (
         "retention_ratio: the answers have 0.25, this run 0.1",

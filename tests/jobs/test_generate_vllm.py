@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-from collections import Counter
 from statistics import fmean
 
 import pytest
@@ -12,14 +11,16 @@ import torch
 
 from gstep.backbones import ModelSource
 from jobs import generate, recode
-from pipeline import read_answers
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
-from tests.builders.answers import tiny_cache, write_questions
+from tests.builders.answers import answers_by_id, tiny_cache, write_questions
 from tests.builders.runs import family, run_here, said_by
 from tests.gstep.quantized import quantize
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SAME = ("status", "choice", "n_prompt_tokens", "n_visual_tokens", "n_kept", "retention_ratio", "choice_tokens")
+GREEDY = ("answer", "n_new_tokens", "finish")
 
 
 @pytest.fixture
@@ -43,12 +44,6 @@ def asked(tmp_path):
     return [str(tmp_path / "c"), "--questions", str(write_questions(tmp_path / "q.jsonl", rows))]
 
 
-def answers(folder):
-    rows = read_answers(folder).to_pylist()
-    assert max(Counter(row["question_id"] for row in rows).values()) == 1
-    return {row["question_id"]: row for row in rows}
-
-
 @pytest.mark.parametrize(("choices", "codec"), [("letter", None), ("loglikelihood", "int4")])
 def test_both_engines_give_the_same_rows(one_ray, asked, tmp_path, choices, codec):
     if codec is not None:
@@ -57,25 +52,21 @@ def test_both_engines_give_the_same_rows(one_ray, asked, tmp_path, choices, code
     common = [*asked, "--retention-ratio", "0.1", "--choices", choices, "--max-new-tokens", "6"]
     for engine in ("transformers", "vllm"):
         said_by(generate, *common, "--out", tmp_path / engine, "--engine", engine)
-    ours, theirs = answers(tmp_path / "vllm"), answers(tmp_path / "transformers")
+    ours, theirs = answers_by_id(tmp_path / "vllm"), answers_by_id(tmp_path / "transformers")
     assert ours.keys() == theirs.keys() and len(ours) == 37
     assert ours["away"]["error_class"] == theirs["away"]["error_class"] == "unknown-video"
-    same = ("status", "choice", "n_prompt_tokens", "n_visual_tokens", "n_kept", "retention_ratio", "choice_tokens")
     for name, row in ours.items():
         other = theirs[name]
-        assert [row[key] for key in same] == [other[key] for key in same]
-        if "temperature" not in json.loads(row["decoding"]) or json.loads(row["decoding"])["temperature"] == 0:
-            assert (row["answer"], row["n_new_tokens"], row["finish"]) == (
-                other["answer"], other["n_new_tokens"], other["finish"]
-            )  # fmt: skip
+        assert [row[key] for key in SAME] == [other[key] for key in SAME]
+        if json.loads(row["decoding"]).get("temperature", 0) == 0:
+            assert [row[key] for key in GREEDY] == [other[key] for key in GREEDY]
         if row["choice_scores"]:
             assert row["choice_scores"] == pytest.approx(other["choice_scores"], abs=1e-4)
     # Another engine's answers are not gone on with, and a second run asks nothing.
     assert "engine" in said_by(generate, *common, "--out", tmp_path / "vllm", code=2)
     said_by(generate, *common, "--out", tmp_path / "vllm", "--engine", "vllm")
     assert len(list((tmp_path / "vllm" / "answers").iterdir())) > 0
-    (header,) = [json.loads((tmp_path / "vllm" / "answers.json").read_text())["identity"]["engine"]]
-    assert header == {"name": "vllm"}
+    assert json.loads((tmp_path / "vllm/answers.json").read_text())["identity"]["engine"] == {"name": "vllm"}
 
 
 def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(one_ray, asked, tmp_path):
@@ -103,7 +94,7 @@ def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(one
     done = run_here(generate, [*argv, "--max-new-tokens", "40"])
     killer.join()
     assert done.returncode == 0, done.stdout
-    rows = answers(out)
+    rows = answers_by_id(out)
     assert killed and killed[0] < shards()
     assert {name for name, row in rows.items() if row["status"] != "ok"} == {"away"} and len(rows) == 37
 
@@ -124,7 +115,7 @@ def test_arguments_that_vllm_does_not_know_or_that_leave_no_room_for_the_largest
 def test_quantized_language_models_answer_and_both_models_are_in_the_identity(one_ray, asked, tmp_path):
     common = [*asked, "--retention-ratio", "0.1", "--max-new-tokens", "6"]
     assert run_here(generate, [*common, "--out", str(tmp_path / "plain")]).returncode == 0  # as vLLM answers, see above
-    plain = answers(tmp_path / "plain")
+    plain = answers_by_id(tmp_path / "plain")
     cpu = torch.cpu.get_capabilities()
     lacks = {
         "compressed-tensors": None if cpu.get("avx512_vnni") or cpu.get("avx_vnni") else "VNNI",
@@ -132,10 +123,8 @@ def test_quantized_language_models_answer_and_both_models_are_in_the_identity(on
     }
     # Their scores are near those of the model that they were made from, on average: 0.07 and 0.74 were measured.
     # On a CPU with AMX vLLM multiplies 8-bit weights by bfloat16 alone.
-    of_8_bits = (
-        ("compressed-tensors", "bfloat16", 0.6) if cpu.get("amx_tile") else ("compressed-tensors", "float32", 0.2)
-    )
-    for method, dtype, max_mean in (of_8_bits, ("awq", "bfloat16", 1.2)):
+    of_8_bits = ("bfloat16", 0.6) if cpu.get("amx_tile") else ("float32", 0.2)
+    for method, dtype, max_mean in (("compressed-tensors", *of_8_bits), ("awq", "bfloat16", 1.2)):
         folder, out = quantize("tiny", method, tmp_path / method), tmp_path / f"{method}-answers"
         weights = ["--model", str(folder), "--dtype", dtype, "--engine", "vllm"]
         done = run_here(generate, [*common, *weights, "--out", str(out)])
@@ -143,15 +132,12 @@ def test_quantized_language_models_answer_and_both_models_are_in_the_identity(on
             assert done.returncode == 1 and f"this node's CPU has no {lacks[method]}:" in done.stdout
             continue
         assert done.returncode == 0, done.stdout
-        rows = answers(out)
+        rows = answers_by_id(out)
         assert len(rows) == 37 and all(row["answer"] or row["choices"] for name, row in rows.items() if name != "away")
         identity = json.loads((out / "answers.json").read_text())["identity"]
         assert identity["cache"]["model"]["weights"] == ModelSource.resolve("tiny").identity
         assert identity["model"]["weights"] == ModelSource.resolve(folder, quantized=True).identity
-        scored = [name for name, row in rows.items() if row["choice_scores"]]
-        differences = [
-            abs(score - expected)
-            for name in scored
-            for score, expected in zip(rows[name]["choice_scores"], plain[name]["choice_scores"], strict=True)
-        ]
+        scores = [(row["choice_scores"], plain[name]["choice_scores"]) for name, row in rows.items()]
+        pairs = [pair for ours, theirs in scores if ours for pair in zip(ours, theirs, strict=True)]
+        differences = [abs(score - expected) for score, expected in pairs]
         assert 0 < fmean(differences) < max_mean, differences

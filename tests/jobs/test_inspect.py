@@ -21,7 +21,7 @@ from pipeline.runner.claim import Claim, find_holder
 from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import LocalStore
 from tests.builders.clips import sample
-from tests.builders.runs import document_of, forbid_models, said_by
+from tests.builders.runs import document_of, said_by
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
 from tests.waiting import wait_until
 
@@ -29,12 +29,6 @@ from tests.waiting import wait_until
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> TokenCache:
     return build(tmp_path_factory.mktemp("out") / "cache", decoded_clip(tmp_path_factory.mktemp("videos")))
-
-
-def test_html_is_written_with_pictures(cache, tmp_path):
-    file = tmp_path / "page.html"
-    said = said_by(inspect, cache.store, "--html", file, "--video-root", "/", VIDEO)
-    assert f"{VIDEO} with pictures of its frames" in said and len(pictures_of(file.read_text())) == FRAMES
 
 
 def document(*argv: object) -> dict:
@@ -52,12 +46,15 @@ def test_a_cache_as_a_document(cache):
     assert {"tokens_in", "tokens_kept", "token_bytes", "seconds", "n_warned", "n_outside", "exit_code"} <= found.keys()
 
 
-def test_a_video_as_a_document(cache):
+def test_a_video_as_a_document_and_as_a_page_with_pictures(cache, tmp_path):
     found = document(cache.store, VIDEO, "--retention-ratio", "0.1")
     assert (found["status"], found["retention_ratio"], found["n_kept"]) == ("ok", 0.1, 156)
     assert sum(found["kept_per_frame"]) == 156 and sum(found["row"]["kept_per_frame"]) == 392
     found = document(cache.store, "bad.mp4")
     assert (found["status"], found["n_kept"], found["row"]["error_class"]) == ("failed", None, "corrupt")
+    file = tmp_path / "page.html"
+    said = said_by(inspect, cache.store, "--html", file, "--video-root", "/", VIDEO)
+    assert f"{VIDEO} with pictures of its frames" in said and len(pictures_of(file.read_text())) == FRAMES
 
 
 def test_what_failed_is_a_list_of_ids_classes_and_messages(cache, tmp_path, capsys):
@@ -72,9 +69,9 @@ def test_what_failed_is_a_list_of_ids_classes_and_messages(cache, tmp_path, caps
     assert found["n_failed"] == 1 and found["failed"] == [bad]
 
 
-@pytest.fixture
-def answers(tmp_path) -> Path:
-    store = LocalStore(tmp_path / "answers")
+def write_answers(folder: Path) -> Path:
+    """Write an answer and a question that failed."""
+    store = LocalStore(folder)
     write_answers_header(store, {"retention_ratio": 0.1})
     asked = {"video_ids": [VIDEO], "prompt": "What?", "attempts": 1}
     kept = {"n_visual_tokens": 6, "n_prompt_tokens": 9, "n_total": 60, "n_kept": 6}
@@ -85,7 +82,8 @@ def answers(tmp_path) -> Path:
     return store.root
 
 
-def test_answers_are_shown_and_listed(answers):
+def test_answers_are_shown_and_listed_and_what_is_not_among_them_is_refused(tmp_path):
+    answers = write_answers(tmp_path / "answers")
     said = said_by(inspect, answers)
     assert "1 answered, 1 failed" in said and "a bike" in said
     assert "6 of 60" in said_by(inspect, answers, "1")
@@ -94,9 +92,6 @@ def test_answers_are_shown_and_listed(answers):
     assert document(answers, "1")["rows"][0]["answer"] == "a bike"
     found = document(answers, "--failed")
     assert [(item["question_id"], item["class"]) for item in found["failed"]] == [("2", "io")]
-
-
-def test_what_goes_with_a_cache_alone_and_what_is_neither_is_refused(answers, tmp_path):
     said = said_by(inspect, answers, "11", code=2)
     assert "'11' is not among the 2 answers" in said and "did you mean 1?" in said
     assert "holds answers" in said_by(inspect, answers, "1", "--retention-ratio", "0.1", code=2)
@@ -173,44 +168,40 @@ def caches(one_ray, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def no_models(monkeypatch):
-    """Fails where a model is resolved or loaded: what is stored serves."""
-    forbid_models(monkeypatch)
-
-
-def compared(caches: Path, name: str, methods: list[str] | None = None, **options) -> pipeline.Comparison:
-    return pipeline.compare(caches / name, "bikes.mp4", methods=methods, **options)
+def compared(caches: Path, name: str, methods: list[str] | None = None, look=True, **options) -> pipeline.Comparison:
+    """Compare on the clip of a cache, where its source may be looked at unless ``look`` is False."""
+    roots = {"video_roots": [str(caches / "v")]} if look else {}
+    return pipeline.compare(caches / name, "bikes.mp4", methods=methods, **roots, **options)
 
 
 @pytest.mark.slow
-def test_what_a_cache_stores_is_shown_as_it_is_stored(caches, no_models):
+def test_what_a_cache_stores_is_shown_as_it_is_stored(caches, idle):
     for name, label in LABELS.items():
         video = TokenCache(caches / name).get("bikes.mp4")
         for methods in (None, [], [label]):
-            (row,) = compared(caches, name, methods, video_roots=[str(caches / "v")]).rows
+            (row,) = compared(caches, name, methods).rows
             assert torch.equal(row.index, video.index) and row.retention_ratio == 0.25
             assert (row.merged is None) == (name != "visionzip")
             assert row.merged is None or torch.equal(row.merged, video.merged)
-    found = compared(caches, "gstep", ["gstep"], retention_ratios=[0.10, 0.25])
+    found = compared(caches, "gstep", ["gstep"], look=False, retention_ratios=[0.10, 0.25])
     assert "are those that" in found.origin and "--video-root" in found.pictures.missing
     smaller = TokenCache(caches / "gstep").get("bikes.mp4", 0.10)
     assert torch.equal(found.selections["gstep", 0.10].index, smaller.index)
     assert found.to_html().count('class="blank"') == 8
     with pytest.raises(RatioNotCached):
-        compared(caches, "visionzip", retention_ratios=[0.10])
+        compared(caches, "visionzip", look=False, retention_ratios=[0.10])
 
 
 @pytest.mark.slow
-def test_methods_select_from_the_tokens_of_a_whole_cache_as_runs_do(caches, no_models):
+def test_methods_select_from_the_tokens_of_a_whole_cache_as_runs_do(caches, idle):
     methods = ["gstep", "visionzip", "random,seed=3", "vidcom2"]
-    found = compared(caches, "whole", methods, video_roots=[str(caches / "v")])
+    found = compared(caches, "whole", methods)
     for name, label in LABELS.items():
         video, row = TokenCache(caches / name).get("bikes.mp4"), found.selections[label, 0.25]
         assert torch.equal(row.index, video.index)
         assert row.merged is None or torch.equal(row.merged, video.merged)
     assert "which are all tokens" in found.origin and len(found.pictures.jpegs) == 4
-    assert list(compared(caches, "whole", ["none", "gstep"]).selections) == [("none", 1.0), ("gstep", 0.25)]
+    assert list(compared(caches, "whole", ["none", "gstep"], look=False).selections) == [("none", 1.0), ("gstep", 0.25)]
 
 
 @pytest.mark.slow
@@ -218,8 +209,8 @@ def test_methods_select_from_the_tokens_of_a_whole_cache_as_runs_do(caches, no_m
 def test_where_tokens_are_missing_the_source_is_encoded_again_once_by_the_cache_s_settings(caches, name, monkeypatch):
     calls, encode = [], Backbone.encode
     monkeypatch.setattr(Backbone, "encode", lambda self, *rest: calls.append(self.dtype) or encode(self, *rest))
-    roots = {"video_roots": [str(caches / "v")], "retention_ratios": [0.25, 0.10]}
-    found, whole = (compared(caches, cache, ["gstep", "visionzip", "vidcom2"], **roots) for cache in (name, "whole"))
+    methods, ratios = ["gstep", "visionzip", "vidcom2"], [0.25, 0.10]
+    found, whole = (compared(caches, cache, methods, retention_ratios=ratios) for cache in (name, "whole"))
     assert calls == [torch.float32]
     for key, row in found.selections.items():
         assert torch.equal(row.index, whole.selections[key].index)
@@ -229,7 +220,7 @@ def test_where_tokens_are_missing_the_source_is_encoded_again_once_by_the_cache_
 
 @pytest.mark.slow
 def test_the_checkpoint_of_evidence_is_the_one_of_the_cache_s_run(caches):
-    found = compared(caches, "fastvid", ["fastvid", "gstep"], video_roots=[str(caches / "v")])
+    found = compared(caches, "fastvid", ["fastvid", "gstep"])
     stored = TokenCache(caches / "fastvid").get("bikes.mp4")
     assert torch.equal(found.selections["fastvid", 0.25].index, stored.index) and found.origin.endswith("of the cache.")
 
@@ -244,7 +235,7 @@ def test_a_selection_of_the_cache_that_the_source_does_not_give_again_is_noted(c
         return visual
 
     monkeypatch.setattr(Backbone, "encode", scaled)
-    found = compared(caches, "gstep", ["gstep", "vidcom2"], video_roots=[str(caches / "v")])
+    found = compared(caches, "gstep", ["gstep", "vidcom2"])
     stored = TokenCache(caches / "gstep").get("bikes.mp4").index
     share = torch.isin(found.selections["gstep", 0.25].index, stored).double().mean().item()
     assert share < 1 and f"; of gstep at 0.25 the cache holds {share:.1%} of what is shown." in found.origin
@@ -271,18 +262,17 @@ def test_nothing_is_ever_compared_on_a_part_of_the_tokens(caches, tmp_path):
 
 @pytest.mark.slow
 def test_another_model_other_frames_and_other_videos_are_refused(caches):
-    roots = {"video_roots": [str(caches / "v")]}
     with pytest.raises(UsageError, match=r"was made with other settings than the model has now: model\.weights"):
-        compared(caches, "gstep", ["vidcom2"], model="shapes", **roots)
+        compared(caches, "gstep", ["vidcom2"], model="shapes")
     with pytest.raises(UsageError, match="num_frames: a video of a cache has the frames and the precision"):
-        compared(caches, "gstep", ["vidcom2"], num_frames=3, **roots)
+        compared(caches, "gstep", ["vidcom2"], num_frames=3)
     with pytest.raises(UsageError, match="is a cache: name one of its videos"):
         pipeline.compare(TokenCache(caches / "gstep"))
     with pytest.raises(UnknownVideo, match=r"did you mean bikes\.mp4"):
         pipeline.compare(TokenCache(caches / "gstep"), "bike.mp4")
     for methods in (None, ["vidcom2"]):
         with pytest.raises(UnknownVideo, match=r"'text\.mp4' failed: unsupported"):
-            pipeline.compare(caches / "gstep", "text.mp4", methods=methods, **roots)
+            pipeline.compare(caches / "gstep", "text.mp4", methods=methods, video_roots=[str(caches / "v")])
 
 
 @pytest.mark.slow
@@ -292,6 +282,6 @@ def test_a_source_that_has_changed_since_is_not_encoded(caches):
     try:
         clip.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(UsageError, match=r"its source cannot be encoded again: .*has changed since"):
-            compared(caches, "gstep", ["vidcom2"], video_roots=[str(caches / "v")])
+            compared(caches, "gstep", ["vidcom2"])
     finally:
         clip.write_bytes(content)

@@ -16,14 +16,14 @@ from pipeline import TokenCache, read_answers
 from pipeline.cache.header import HEADER
 from pipeline.errors import CorruptShard
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.request import prepare
+from pipeline.evaluate.request import EvaluateRequest, prepare
 from pipeline.evaluate.run import answer_and_score, drop_tokens
 from pipeline.generate.answers import check_answers_folder, commit_answers, merge_answers
 from pipeline.generate.removal import read_removal_reasons
 from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from tests.builders.answers import tiny_cache, write_questions
-from tests.builders.runs import forbid_models, forbid_ray, said_by
+from tests.builders.answers import answers_by_id, tiny_cache, write_questions
+from tests.builders.runs import said_by
 from tests.builders.stores import S3Server
 from tests.jobs.test_stored import VERSIONS, unpack
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
@@ -36,10 +36,8 @@ KEPT_COLUMNS = {"question_id", "run_id", "video_ids", "pruning", "method_code", 
 
 
 @pytest.fixture(params=VERSIONS[1:])
-def stored(request, tmp_path, monkeypatch) -> Path:
+def stored(request, idle, tmp_path, monkeypatch) -> Path:
     """What a version wrote, which is the working folder; no model is loaded, and no Ray started."""
-    forbid_ray(monkeypatch)
-    forbid_models(monkeypatch)
     monkeypatch.chdir(unpack(tmp_path, request.param))
     return tmp_path / request.param
 
@@ -49,6 +47,12 @@ def remove_from(place: str, ids: str = "a.mp4", code: int = 0) -> str:
     Path("ids.txt").write_text(ids)
     argv = ("--ids", "ids.txt", "--reason", "asked for", "--keep-minutes", "0")
     return said_by(remove, place, *argv, code=code)
+
+
+def evaluation(benchmark: object, console: Console = QUIET, **options) -> EvaluateRequest:
+    """Prepare an evaluation of gstep at 0.25."""
+    given = {"out": "r", "draws": 100, "method": ["gstep"], "retention_ratio": [0.25], **options}
+    return prepare(EvaluateConfig(benchmark=str(benchmark), **given), console)
 
 
 def all_text(folder: Path) -> str:
@@ -206,7 +210,7 @@ def test_no_turn_of_a_removed_conversation_is_left(stored, form):
     remove_from("answers")
     assert not [text for text in ("Which turn", "The first of") if text in all_text(Path("answers"))]
     assert json.loads(Path("answers/runs/run.json").read_text()) == {"note": "text of one user: (removed)"}
-    live = {row["question_id"]: row for row in read_answers("answers").to_pylist()}
+    live = answers_by_id("answers")
     assert (live["talk"]["status"], live["talk"]["conversation"]) == ("removed", None)
 
 
@@ -239,18 +243,17 @@ def test_answers_of_before_a_removal_from_the_cache_stay_with_a_note(ask, tmp_pa
     asked = [{**ROWS[0], "question_id": name} for name in ("good", "bad")]
     code, said = ask(rows=asked, read=True)
     assert code == 0 and "1 answered, 0 failed" in said and f"jobs.remove {store} --ids" in said
-    live = {row["question_id"]: row["status"] for row in read_answers(tmp_path / "o").to_pylist()}
+    live = {name: row["status"] for name, row in answers_by_id(tmp_path / "o").items()}
     assert live == {"good": "ok", "bad": "removed", "a": "failed"}
 
 
 def test_a_submission_loses_the_removed_questions_and_keeps_the_servers_scores(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = {"benchmark": "egoschema", "data": str(write_authors(tmp_path / "data")), "out": "r", "draws": 100}
-    given |= {"method": ["gstep"], "retention_ratio": [0.25]}
-    request = prepare(EvaluateConfig(**given), QUIET)
+    data = str(write_authors(tmp_path / "data"))
+    request = evaluation("egoschema", data=data)
     commit_replies(request)
-    argv = ["--benchmark", "egoschema", "--data", given["data"], "--out", "r", "--method", "gstep"]
-    said_by(evaluate, *argv, "--retention-ratio", "0.25")
+    argv = ("--benchmark", "egoschema", "--data", data, "--out", "r", "--method", "gstep", "--retention-ratio", "0.25")
+    said_by(evaluate, *argv)
     form = Path("r/submissions/server.json")
     form.write_text('{"gstep@0.25": 40.0}')
     video = request.loaded.items[0].video_id
@@ -267,8 +270,7 @@ def test_an_evaluation_of_a_cache_leaves_out_the_questions_about_its_removed_vid
     remove_videos(cache, ["a"], "asked for", lambda line: None, timedelta(0))
     file = write_questions(tmp_path / "q.jsonl", [{**row, "answer": "x"} for row in ROWS])
     said = io.StringIO()
-    given = {"benchmark": str(file), "out": str(tmp_path / "r"), "method": ["gstep"], "retention_ratio": [0.25]}
-    request = prepare(EvaluateConfig(**given, cache=str(cache)), Console(file=said, width=300))
+    request = evaluation(file, Console(file=said, width=300), out=str(tmp_path / "r"), cache=str(cache))
     assert "1 of 2 questions are about videos that" in said.getvalue()  # it failed, and counts as wrong
     done = answer_and_score(request, QUIET)
     assert set(done.scores["question_id"].to_pylist()) == {item.question_id for item in done.loaded.items} == {"b"}
@@ -282,19 +284,15 @@ def test_a_cache_below_results_is_removed_from_too_and_one_that_is_dropped_leave
     rows = [*ROWS, {**ROWS[0], "question_id": "c", "video_id": "c"}]
     file = write_questions(tmp_path / "q.jsonl", [{**row, "answer": "x"} for row in rows])
 
-    def request(**options):
-        given = {"benchmark": str(file), "out": "r", "method": ["gstep"], "retention_ratio": [0.25], "draws": 100}
-        return prepare(EvaluateConfig(**given, **options), QUIET)
-
-    commit_replies(request(cache="c"))
-    answer_and_score(request(cache="c"), QUIET)
+    commit_replies(evaluation(file, cache="c"))
+    answer_and_score(evaluation(file, cache="c"), QUIET)
     (tmp_path / "c").rename(tmp_path / "r/cache")
     cache = LocalStore("r/cache")
     said = remove_from("r", ids="a")
     assert "1 videos removed for good, 2 others moved" in said
-    assert TokenCache(cache.root).video_ids == [i.question_id for i in request().loaded.items] == ["b", "c"]
+    assert TokenCache(cache.root).video_ids == [i.question_id for i in evaluation(file).loaded.items] == ["b", "c"]
     remove_videos(cache, ["b"], "asked again", lambda line: None, timedelta(0))
-    drop_tokens(request(), QUIET)
+    drop_tokens(evaluation(file), QUIET)
     assert not cache.exists(HEADER)
     assert read_removal_reasons(LocalStore("r/answers")) == {"a": "asked for", "b": "asked again"}
 

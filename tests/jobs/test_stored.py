@@ -30,7 +30,7 @@ from pipeline.prune.encode_again import read_run_config
 from pipeline.runner.run_record import find_newest_record
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import DECODING_RULES
-from tests.builders.runs import forbid_models, forbid_ray, said_by
+from tests.builders.runs import said_by
 from tests.builders.stores import S3Server
 from tests.paths import ROOT
 
@@ -68,13 +68,7 @@ def sources(monkeypatch):
         yield server
 
 
-@pytest.fixture
-def nothing_computed(monkeypatch):
-    forbid_ray(monkeypatch)
-    forbid_models(monkeypatch)
-
-
-@pytest.mark.usefixtures("nothing_computed")
+@pytest.mark.usefixtures("idle")
 @pytest.mark.parametrize(("stored", "name"), [(VERSIONS[0], "cache"), (VERSIONS[1], "compacted")], indirect=["stored"])
 def test_a_cache_is_read_verified_inspected_and_resumed(stored, name, sources):
     cache = TokenCache(stored / name)
@@ -118,7 +112,7 @@ def test_new_videos_and_new_questions_join_the_stored_rows(stored, sources):
         assert after["when"].to_pylist() == [None] * 4 + [3]
 
 
-@pytest.mark.usefixtures("nothing_computed")
+@pytest.mark.usefixtures("idle")
 @pytest.mark.parametrize(("stored", "name"), [(VERSIONS[0], "lines"), (VERSIONS[1], "answers")], indirect=["stored"])
 def test_answers_are_read_inspected_resumed_scored_and_merged(stored, name):
     table = read_answers(name)
@@ -135,7 +129,7 @@ def test_answers_are_read_inspected_resumed_scored_and_merged(stored, name):
     assert read_answers(name).equals(table)
 
 
-@pytest.mark.usefixtures("nothing_computed")
+@pytest.mark.usefixtures("idle")
 def test_results_are_resumed_scored_again_and_laid_out(stored):
     before = pq.read_table("results/scores.parquet")
     grid = ("--method", "gstep", "--retention-ratio", "0.1", "--num-frames", "2", "--draws", "100")
