@@ -21,13 +21,7 @@ from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.evaluate.score_tables import (
-    Page,
-    items_of,
-    score_rows,
-    score_table,
-    scores_of,
-)
+from tests.pipeline.evaluate.score_tables import Page, items_of, score_rows, score_table, scores_of
 
 VIDEOMME = BENCHMARKS["videomme"]
 FAULT = AnnotationFault("missing-video", "9-1", "row 9: there is no data/nine.mp4", True)
@@ -312,10 +306,7 @@ def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):
             lambda root: change_scores(root, lambda rows: pa.concat_tables([rows, rows.slice(0, 1)])),
             "has 2 scores of question",
         ),
-        (
-            lambda root: change_scores(root, lambda rows: with_scores(rows, 2.0)),
-            "answers without a score from 0 to 1",
-        ),
+        (lambda root: change_scores(root, lambda rows: with_scores(rows, 2.0)), "answers without a score from 0 to 1"),
     ],
 )
 def test_results_whose_files_are_damaged_are_refused(tmp_path, capsys, damage, why):
