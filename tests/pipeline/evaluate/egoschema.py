@@ -7,15 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from tests.pipeline.evaluate.layouts import write_json, write_table, write_videos
+from tests.pipeline.evaluate.layouts import schema_of, write_json, write_table, write_videos
 
-SCHEMA = pa.schema(
-    [
-        *((name, pa.string()) for name in ("question_idx", "question", "video_idx")),
-        ("option", pa.list_(pa.string())),
-        ("answer", pa.string()),
-    ]
-)
+SCHEMA = schema_of("question_idx question video_idx answer", option=pa.list_(pa.string()))
 #: q_uids; the last clip is missing. All but the first two are of one video of Ego4D.
 UIDS = tuple(f"{number:08x}-11cb-497d-8d07-77c3a8127391" for number in range(1, 7))
 GONE = UIDS[-1]

@@ -111,6 +111,11 @@ def generated(cache: Path, out: Path, rows: Sequence[Mapping[str, Any]], replies
     return str(out)
 
 
+def schema_of(texts: str, **others: pa.DataType) -> pa.Schema:
+    """Return a schema of the other columns and of columns of text, which are named in one string."""
+    return pa.schema([*others.items(), *((name, pa.string()) for name in texts.split())])
+
+
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), path)

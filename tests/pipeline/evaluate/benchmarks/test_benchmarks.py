@@ -131,10 +131,7 @@ def test_an_id_counts_once_and_a_question_under_two_ids_is_kept_and_listed(tmp_p
     )
 
 
-@pytest.mark.parametrize(
-    ("answer", "index"),
-    [(" b ", 1), ("A.", None), ("1", None), ("E", None)],
-)
+@pytest.mark.parametrize(("answer", "index"), [(" b ", 1), ("A.", None), ("1", None), ("E", None)])
 def test_the_answer_is_a_letter_of_either_case_or_no_candidate(tmp_path, answer, index):
     loaded = reload(tmp_path, [plain_rows(tmp_path)[0] | {"answer": answer}])
     assert (loaded.items[0].answer, loaded.items[0].expected) == (index, answer)

@@ -15,28 +15,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.builders.clips import write_jpegs
+from tests.pipeline.evaluate.layouts import schema_of, write_table
 from tests.pipeline.evaluate.videomme import write_moving
 
 Rows = list[dict[str, Any]]
 
 
-def _schema(texts: str, **others: pa.DataType) -> pa.Schema:
-    return pa.schema([*others.items(), *((name, pa.string()) for name in texts.split())])
-
-
 _SEGMENT = pa.struct([("path", pa.string()), ("start", pa.float64()), ("end", pa.float64())])
-CHARADES = _schema("video caption", timestamp=pa.list_(pa.float64()))
-VSIBENCH = _schema(
+CHARADES = schema_of("video caption", timestamp=pa.list_(pa.float64()))
+VSIBENCH = schema_of(
     "dataset scene_name question_type question ground_truth", id=pa.int64(), options=pa.list_(pa.string())
 )
-TEMPCOMPASS = _schema("video_id question answer dim")
-MMSI = _schema(
+TEMPCOMPASS = schema_of("video_id question answer dim")
+MMSI = schema_of(
     "type system_prompt task_prompt user_prompt format_prompt ground_truth",
     **{"id": pa.int64(), "video_list": pa.list_(_SEGMENT), "ref_images": pa.list_(pa.string())},
 )
-NEXTQA = _schema("question type a0 a1 a2 a3 a4", video=pa.int64(), answer=pa.int64(), qid=pa.int64())
-CAPTIONING = _schema("video_id question answer dim mc_question mc_answer")
-TEMPORALBENCH = _schema("idx dataset video_name question GT category")
+NEXTQA = schema_of("question type a0 a1 a2 a3 a4", video=pa.int64(), answer=pa.int64(), qid=pa.int64())
+CAPTIONING = schema_of("video_id question answer dim mc_question mc_answer")
+TEMPORALBENCH = schema_of("idx dataset video_name question GT category")
 MULTIPLE_CHOICE = (
     *("object_rel_direction_easy", "object_rel_direction_medium", "object_rel_direction_hard"),
     *("object_rel_distance", "route_planning", "obj_appearance_order"),
@@ -49,8 +46,7 @@ OUTSIDE = "outside.mp4"
 def write_annotations(home: Path, task: str, rows: Rows, schema: pa.Schema) -> Path:
     """Write the rows of a task where they replace those of the hub."""
     path = home / "annotations" / f"{task}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    write_table(path, rows, schema)
     return path
 
 

@@ -1,7 +1,6 @@
 """Tasks without lmms-eval: how they ask, what becomes of a reply, which video is named, and how far they fit."""
 
 import json
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
 
@@ -40,7 +39,6 @@ def test_a_question_has_the_prompt_as_it_came_and_the_settings_of_its_task():
     ("settings", "drawn"),
     [
         ({}, None),
-        ({"temperature": 0.7, "do_sample": False}, None),
         ({"temperature": 0.7, "do_sample": False}, None),
         ({"temperature": 0.7}, (0.7, 1.0, 0)),
         ({"do_sample": True, "top_p": 0.9, "top_k": 5}, (1.0, 0.9, 5)),
@@ -88,12 +86,9 @@ def test_settings_and_documents_that_are_not_understood_are_refused(why):
     ],
     ids=["VideoMME", "LongVideoBench", "MLVU", "MVBench"],
 )
-def test_what_a_document_calls_its_video(doc, key):
+def test_what_a_document_calls_its_video_and_another_task_says_how(doc, key):
     assert find_video_key(doc, folder="clevrer/video_validation" if "video" in doc else None) == key
-
-
-def test_other_tasks_say_how():
-    assert find_video_key({"clip": "x", "part": 3}, "{part}/{clip}.mp4") == "3/x.mp4"
+    assert find_video_key({**doc, "clip": "x", "part": 3}, "{part}/{clip}.mp4") == "3/x.mp4"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +122,7 @@ MODULE = """
 import json
 import os
 import requests
+from functools import partial
 
 
 class Client:
@@ -160,6 +156,8 @@ def matches(doc, results):
 def asks_always(doc, results):
     return {"accuracy": ask_judge(results[0])}
 
+
+asks_by_partial = partial(asks_always, results=[""])
 
 def asks_sometimes(doc, results):
     if results[0] in "ABCD":
@@ -208,6 +206,8 @@ def config_of(module, shows="shows_video", rule="matches", means=("mean",), **mo
         ({"num_fewshot": 2}, survey.UNFIT, "examples"),
         ({"repeats": 5}, survey.UNFIT, "5 times"),
         ({"class": object}, survey.UNFIT, "class of its own"),
+        ({"rule": "asks_by_partial"}, survey.NEEDS_JUDGE, "every reply to requests"),
+        ({"shows": "shows_image", "dataset_kwargs": {"video": True}}, survey.UNKNOWN, "convert"),
     ],
 )
 def test_a_task_is_judged_by_its_settings_and_code(module, config, fit, reason):
@@ -215,15 +215,8 @@ def test_a_task_is_judged_by_its_settings_and_code(module, config, fit, reason):
     assert judged[0] == fit and reason in judged[1]
 
 
-def test_functions_of_partials_are_followed(module):
-    config = config_of(module, process_results=partial(module.asks_always, results=[""]))
-    assert judge_task(config)[0] == survey.NEEDS_JUDGE
-
-
-def test_a_task_about_images_is_none_of_the_list_unless_its_data_has_videos(module):
+def test_a_task_about_images_alone_is_none_of_the_list(module):
     assert judge_task(config_of(module, shows="shows_image")) is None
-    fit, reason = judge_task(config_of(module, shows="shows_image", dataset_kwargs={"video": True}))
-    assert fit == survey.UNKNOWN and "convert" in reason
 
 
 def test_every_name_is_in_the_list_and_tasks_that_fail_alike_share_a_row():
