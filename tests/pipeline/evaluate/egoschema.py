@@ -1,7 +1,5 @@
 """A small EgoSchema in its published layouts, with faults as they occur: the hub's and the authors'."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,11 @@ def write_hub(folder: Path, *, ego4d: bool = False) -> Path:
 
 def write_authors(folder: Path) -> Path:
     """Write the authors' layout."""
-    rows = [{"q_uid": uid, "google_drive_id": "1x", "question": question_of(uid), **_options(uid)} for uid in UIDS]
+    rows = [
+        {"q_uid": uid, "google_drive_id": "1x", "question": question_of(uid)}
+        | {f"option {number}": text for number, text in enumerate(options_of(uid))}
+        for uid in UIDS
+    ]
     write_json(folder / "questions.json", rows)
     write_json(folder / "subset_answers.json", ANSWERS)
     write_ego4d(folder)
@@ -62,11 +64,5 @@ def question_of(uid: str) -> str:
 def _hub_row(number: int, uid: str, published: bool) -> dict[str, Any]:
     has_letters = [f"{letter}. {text}" for letter, text in zip("ABCDE", options_of(uid), strict=True)]
     answer = str(ANSWERS[uid]) if published else None
-    return {
-        **{"question_idx": f"{number:05}", "question": question_of(uid), "video_idx": uid},
-        **{"option": has_letters, "answer": answer},
-    }
-
-
-def _options(uid: str) -> dict[str, str]:
-    return {f"option {number}": text for number, text in enumerate(options_of(uid))}
+    row = {"question_idx": f"{number:05}", "question": question_of(uid), "video_idx": uid}
+    return {**row, "option": has_letters, "answer": answer}

@@ -1,7 +1,5 @@
 """What the fixtures of benchmarks share: small real videos, annotations as published, and replies that are scored."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -11,11 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.console import Console
 
 from pipeline.errors import QuestionFault
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
-from pipeline.evaluate.request import EvaluateRequest, write_results_header
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.request import EvaluateRequest, prepare, write_results_header
 from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import AnsweredItems, make_score_table
@@ -23,7 +23,7 @@ from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
 from pipeline.rows import make_failed_answer
 from pipeline.storage.stores import LocalStore
-from tests.builders.answers import request_about
+from tests.builders.answers import request_about, tiny_cache, write_questions
 from tests.builders.clips import write_clip
 
 _CODECS = {".webm": "libvpx-vp9", ".avi": "mpeg4"}
@@ -69,6 +69,21 @@ def replied(
     answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
     scores = make_score_table(AnsweredItems.select(loaded.items, arms, answers), benchmark.protocol())
     return ScoredQuestions(loaded=loaded, scores=scores)
+
+
+def whole(folder: Path, **header: Any) -> Path:
+    """Write a cache of all tokens of the videos a and b."""
+    tiny_cache(folder / "c", ("a", "b"), ratio=1.0, method="none", **header)
+    return folder / "c"
+
+
+def own_request(folder: Path, rows: Sequence[Mapping[str, Any]], **options: Any) -> EvaluateRequest:
+    """Return a checked request to ask rows of the cache in the folder, which is made where there is none."""
+    if not (folder / "c").exists():
+        whole(folder)
+    file = write_questions(folder / "q.jsonl", [*map(dict, rows)])
+    given = {"method": ["gstep"], "retention_ratio": [0.25], "cache": str(folder / "c"), "out": str(folder / "r")}
+    return prepare(EvaluateConfig(**{"benchmark": str(file), **given, **options}), Console(quiet=True))
 
 
 def commit_replies(

@@ -1,7 +1,5 @@
 """A small LongVideoBench in its published layout, with faults as they occur: Parquet, JSON and videos."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

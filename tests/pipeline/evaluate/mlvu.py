@@ -1,7 +1,5 @@
 """A small MLVU in its published layouts, with faults as they occur: the authors' and lmms-eval's, dev and test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables of scores to compute results from, the numbers of the GSTEP paper, and a page of results as read."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from itertools import product
 from typing import NamedTuple

@@ -31,6 +31,7 @@ from tests.builders.answers import tiny_cache, write_questions
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
 from tests.pipeline.evaluate.layouts import commit_replies, generated, replied
 from tests.pipeline.evaluate.score_tables import items_of, scores_of, table_of
+from tests.pipeline.pages import shown
 
 QUIET = Console(quiet=True)
 OWN = Benchmark(name="q", title="Q", protocols=(LETTER,))
@@ -50,8 +51,8 @@ def done() -> Evaluation:
     items = items_of(6)
     scores = scores_of(items, ["gstep", "fastv,K=3"], [0.25, 0.1])
     evaluated = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
-    shown = Presentation(title="T", benchmark=OWN, described={}, draws=100)
-    return Evaluation(done=evaluated, table=make_tables(evaluated, shown)[0], out="there", files=["a.md", "b.html"])
+    table = make_tables(evaluated, Presentation(title="T", benchmark=OWN, described={}, draws=100))[0]
+    return Evaluation(done=evaluated, table=table, out="there", files=["a.md", "b.html"])
 
 
 @pytest.mark.parametrize(
@@ -69,10 +70,8 @@ def test_an_evaluation_ends_as_its_answers_did_of_which_failures_count_against_t
     assert replace(done, done=replace(done.done, answers=asked)).exit_code(config) == expected
 
 
-def printed(shown) -> str:
-    said = io.StringIO()
-    Console(file=said, width=200).print(render_evaluation(shown))
-    return said.getvalue()
+def printed(done) -> str:
+    return shown(render_evaluation(done))
 
 
 def test_the_record_has_every_method_with_its_scores_and_the_counts(done):

@@ -14,7 +14,7 @@ from pipeline.cache.reader import TokenCache
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import DEFAULT_METHODS, DEFAULT_RATIOS, FULL_LABEL, POSITIONS, EvaluateConfig
-from pipeline.evaluate.request import EvaluateRequest, prepare, read_results_header
+from pipeline.evaluate.request import prepare, read_results_header
 from pipeline.evaluate.run import answer_and_score, drop_tokens, make_answers_config, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
@@ -24,8 +24,8 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import resolve_recipe
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
-from tests.builders.answers import tiny_cache, write_questions
-from tests.pipeline.evaluate.layouts import commit_replies, generated
+from tests.builders.answers import tiny_cache
+from tests.pipeline.evaluate.layouts import commit_replies, generated, own_request, whole
 from tests.pipeline.evaluate.videomme import write_videomme
 
 QUIET = Console(quiet=True)
@@ -34,21 +34,13 @@ ROWS = [
     {"question_id": "1", "video_id": "a", "prompt": "What?", "choices": CHOICES, "answer": "a cat"},
     {"question_id": "2", "video_id": ["a", "b"], "prompt": "Who?", "choices": CHOICES, "answer": "A"},
 ]
-GRID = ("none@1", "gstep@0.25", "fastv,K=1@0.25")
 
 
 @pytest.fixture
 def asked(tmp_path):
-    """A checked request to ask questions of a cache of all tokens of a and b, under GRID."""
-    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none")
-
-    def request(rows=ROWS, **options) -> EvaluateRequest:
-        file = write_questions(tmp_path / "q.jsonl", rows)
-        given = {"method": ["gstep", "fastv,K=1"], "retention_ratio": [0.25], "cache": str(tmp_path / "c")}
-        given |= {"benchmark": str(file), "out": str(tmp_path / "r"), "draws": 100}
-        return prepare(EvaluateConfig(**{**given, **options}), QUIET)
-
-    return request
+    """A function that returns a checked request to ask questions of a cache of all tokens of a and b."""
+    given = {"method": ["gstep", "fastv,K=1"], "draws": 100}
+    return lambda rows=ROWS, **options: own_request(tmp_path, rows, **{**given, **options})
 
 
 def rights(done):
@@ -183,7 +175,7 @@ def test_a_part_of_a_cache_is_no_cache_to_anybody_and_is_dropped_by_the_next_run
 @pytest.fixture
 def answered(tmp_path):
     """Answers of jobs.generate, as in a place of their own: replies to ROWS (None: it failed)."""
-    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none")
+    whole(tmp_path)
     tiny_cache(tmp_path / "pruned", ("a", "b"), ratio=0.25, method="gstep")
 
     def place(name, replies="BB", rows=ROWS, cache="c", **options) -> str:

@@ -1,7 +1,5 @@
 """A small VideoMME in its published layout: annotations in Parquet, videos in ``data/``, and faults as they occur."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,10 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -31,9 +32,9 @@ class Published(NamedTuple):
     Attributes:
         layouts: functions that write a folder.
         file: a file of annotations, in JSON.
-        faults: the questions with each kind of fault; kinds in LEFT_OUT leave a question out.
         text: what a model is told of the first question that can be asked.
         rules: tokens, parser and metric of each protocol.
+        faults: the questions with each kind of fault; kinds in LEFT_OUT leave a question out.
         replies: to the questions in their order.
         printed: the row of full retention.
         n_alone: number of faults of the first layout alone.
@@ -41,21 +42,23 @@ class Published(NamedTuple):
 
     layouts: tuple[Callable[[Path], Path], ...]
     file: str
-    faults: dict[str, list[str]]
     text: str
     rules: list[str]
-    replies: list[str]
-    printed: dict[str, str]
+    faults: Mapping[str, list[str]] = MappingProxyType({})
+    replies: Sequence[str] = ()
+    printed: Mapping[str, str] = MappingProxyType({})
     n_alone: int = 0
 
 
 LEFT_OUT = {"missing-video", "bad-row", "policy", "no-answer"}
 GIVEN = "Answer with the option's letter from the given choices directly."
 UIDS = egoschema.UIDS
-EGO_LAYOUTS = (egoschema.write_authors, partial(egoschema.write_hub, ego4d=True))
-EGO_TEXT = (
-    f"{egoschema.question_of(UIDS[0])}\n"
-    f"A. C cooks.\nB. C cleans. It shines.\nC. C reads.\nD. C paints.\nE. C sleeps.\n{GIVEN}"
+EGOSCHEMA = Published(
+    layouts=(egoschema.write_authors, partial(egoschema.write_hub, ego4d=True)),
+    file="questions.json",
+    text=f"{egoschema.question_of(UIDS[0])}\n"
+    f"A. C cooks.\nB. C cleans. It shines.\nC. C reads.\nD. C paints.\nE. C sleeps.\n{GIVEN}",
+    rules=["16 egoschema questions", "1024 egoschema questions"],
 )
 PUBLISHED = {
     "longvideobench": Published(
@@ -98,11 +101,8 @@ PUBLISHED = {
     "mlvu-test": Published(
         layouts=(mlvu.write_mlvu_test, mlvu.write_repacked_test),
         file="test-ground-truth/test_mcq_gt.json",
-        faults={},
         text="What colour?\n(A) Fighting\n(B) Shoplifting\n(C) Arrest\n(D) Normal\n(E) Shooting\n(F) Vandalism\n",
         rules=["16 extract-mcq-answer task_type", "16 mlvu-0.5 task_type"],
-        replies=["B", "F", "A"],
-        printed={},
     ),
     "mvbench": Published(
         layouts=(mvbench.write_main, mvbench.write_revision_video),
@@ -127,21 +127,9 @@ PUBLISHED = {
         },
         n_alone=1,
     ),
-    "egoschema": Published(
-        layouts=EGO_LAYOUTS,
-        file="questions.json",
-        faults={"missing-video": [egoschema.GONE], "repeated-candidate": [UIDS[2]]},
-        text=EGO_TEXT,
-        rules=["16 egoschema questions", "1024 egoschema questions"],
-        replies=[],
-        printed={},
-    ),
-    "egoschema-subset": Published(
-        layouts=EGO_LAYOUTS,
-        file="questions.json",
+    "egoschema": EGOSCHEMA._replace(faults={"missing-video": [egoschema.GONE], "repeated-candidate": [UIDS[2]]}),
+    "egoschema-subset": EGOSCHEMA._replace(
         faults={"repeated-candidate": [UIDS[2]], "answer-no-candidate": [UIDS[3]]},
-        text=EGO_TEXT,
-        rules=["16 egoschema questions", "1024 egoschema questions"],
         replies=["(D) C paints.", "", "A"],  # a draw is 1/5; no option is right of the third
         printed={"EgoSchema subset": "40.0"},
     ),

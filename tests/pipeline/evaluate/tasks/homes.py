@@ -4,8 +4,6 @@ Each ``write_`` function adds one task: its videos, its annotations with the col
 where it says so, rows that cannot be asked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,7 @@ MMSI = schema_of(
     "type system_prompt task_prompt user_prompt format_prompt ground_truth",
     **{"id": pa.int64(), "video_list": pa.list_(_SEGMENT), "ref_images": pa.list_(pa.string())},
 )
-NEXTQA = schema_of("question type a0 a1 a2 a3 a4", video=pa.int64(), answer=pa.int64(), qid=pa.int64())
 CAPTIONING = schema_of("video_id question answer dim mc_question mc_answer")
-TEMPORALBENCH = schema_of("idx dataset video_name question GT category")
 MULTIPLE_CHOICE = (
     *("object_rel_direction_easy", "object_rel_direction_medium", "object_rel_direction_hard"),
     *("object_rel_distance", "route_planning", "obj_appearance_order"),
@@ -83,7 +79,9 @@ def write_charades(home: Path, *, n_videos: int = 4, faults: bool = True) -> Row
             {"video": rows[0]["video"], "caption": "person runs", "timestamp": None},
             {"video": f"../../../{OUTSIDE}", "caption": "person stands up", "timestamp": [0.0, 1.0]},
         ]
-    write_annotations(home, "temporal_grounding_charades", rows, CHARADES)
+    write_annotations(
+        home, "temporal_grounding_charades", rows, schema_of("video caption", timestamp=pa.list_(pa.float64()))
+    )
     return rows
 
 
@@ -178,7 +176,8 @@ def write_nextqa(home: Path, count: int = 12) -> Rows:
         }
         for number in range(count)
     ]
-    write_annotations(home, "nextqa_mc_test", rows, NEXTQA)
+    schema = schema_of("question type a0 a1 a2 a3 a4", **dict.fromkeys(("video", "answer", "qid"), pa.int64()))
+    write_annotations(home, "nextqa_mc_test", rows, schema)
     return rows
 
 
@@ -188,7 +187,9 @@ def write_captioning(home: Path) -> Rows:
     choices = "Where does the square go?\nA. left\nB. right"
     row = {"video_id": "1", "question": "Describe the video.", "answer": "it goes right", "dim": "direction"}
     rows: Rows = [{**row, "mc_question": choices, "mc_answer": "B. right"}]
-    write_annotations(home, "tempcompass_captioning", rows, CAPTIONING)
+    write_annotations(
+        home, "tempcompass_captioning", rows, schema_of("video_id question answer dim mc_question mc_answer")
+    )
     return rows
 
 
@@ -202,5 +203,5 @@ def write_temporalbench(home: Path, *, n_videos: int = 3) -> Rows:
             text = f"Which is right, {number}.{ask}?\nA. The square moves.\nB. The square rests.\nAnswer A or B."
             row = {"idx": f"{number}_{ask}", "dataset": "Charades", "video_name": video, "category": "Action Order"}
             rows.append({**row, "question": text, "GT": "AB"[number * ask % 2]})
-    write_annotations(home, "temporalbench_short_qa", rows, TEMPORALBENCH)
+    write_annotations(home, "temporalbench_short_qa", rows, schema_of("idx dataset video_name question GT category"))
     return rows

@@ -1,7 +1,5 @@
 """A task of lmms-eval as a benchmark, without lmms-eval: its process is a stand-in."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,10 +2,8 @@
 
 import json
 from importlib.util import module_from_spec, spec_from_file_location
-from io import StringIO
 
 import pytest
-from rich.console import Console
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.tasks import survey
@@ -19,6 +17,7 @@ from pipeline.evaluate.tasks.questions import (
     make_unique,
 )
 from pipeline.evaluate.tasks.survey import TaskFit, judge_task
+from tests.pipeline.pages import shown
 
 STOCK = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False, "until": ["\n\n"]}
 
@@ -225,9 +224,7 @@ def test_every_name_is_in_the_list_and_tasks_that_fail_alike_share_a_row():
         TaskFit("b_one", "b", survey.FITS, "", ["acc", "f1"]),
         TaskFit("c", "c/d", survey.NEEDS_JUDGE, "its rule sends every reply to openai", ["score"]),
     ]
-    console = Console(width=120, record=True, file=StringIO())
-    console.print(render_tasks(tasks))
-    lines = console.export_text().splitlines()
+    lines = shown(render_tasks(tasks)).splitlines()
     assert lines[0].startswith("3 tasks about videos: 2 fits, 1 needs a judge")
     assert any(line.split() == ["b", "b_one", "b_two", "acc"] for line in lines)
     assert any(line.split()[:3] == ["c/d", "c", "score"] and "openai" in line for line in lines)
