@@ -26,6 +26,7 @@ from pipeline.storage.stores import LocalStore
 from tests.builders.answers import request_about, tiny_cache, write_questions
 from tests.builders.clips import write_clip
 
+QUIET = Console(quiet=True)
 _CODECS = {".webm": "libvpx-vp9", ".avi": "mpeg4"}
 
 
@@ -52,6 +53,19 @@ def by_id(loaded: LoadedQuestions) -> dict[str, Item]:
     return {item.question_id: item for item in loaded.items}
 
 
+def answers_of(replies: Mapping[str, str | None], arms: Iterable[str]) -> pa.Table:
+    """Return answers to questions by their ids, the same under every arm; None failed."""
+    common = {"prompt": "p", "run_id": "r", "attempts": 1, "video_ids": ["v"]}
+    failed = {"status": "failed", "error_class": "io", "error_message": "why"}
+    rows = [
+        {**common, "question_id": name, "pruning": arm}
+        | (failed if reply is None else {"status": "ok", "answer": reply})
+        for arm in arms
+        for name, reply in replies.items()
+    ]
+    return pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
+
+
 def replied(
     benchmark: Benchmark,
     loaded: LoadedQuestions,
@@ -60,14 +74,8 @@ def replied(
 ) -> ScoredQuestions:
     """Score the questions by the rule of its protocol; one without a reply failed. Every arm says the same."""
     arms = arms or {"none@1": ORIGINAL}
-    common = {"prompt": "p", "run_id": "r", "attempts": 1, "status": "ok"}
-    rows = [
-        {**common, "question_id": name, "video_ids": ["v"], "answer": reply, "pruning": arm}
-        for name, reply in replies.items()
-        for arm in arms
-    ]
-    answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
-    scores = make_score_table(AnsweredItems.select(loaded.items, arms, answers), benchmark.protocol())
+    answered = AnsweredItems.select(loaded.items, arms, answers_of(replies, arms))
+    scores = make_score_table(answered, benchmark.protocol())
     return ScoredQuestions(loaded=loaded, scores=scores)
 
 
@@ -83,7 +91,7 @@ def own_request(folder: Path, rows: Sequence[Mapping[str, Any]], **options: Any)
         whole(folder)
     file = write_questions(folder / "q.jsonl", [*map(dict, rows)])
     given = {"method": ["gstep"], "retention_ratio": [0.25], "cache": str(folder / "c"), "out": str(folder / "r")}
-    return prepare(EvaluateConfig(**{"benchmark": str(file), **given, **options}), Console(quiet=True))
+    return prepare(EvaluateConfig(**{"benchmark": str(file), **given, **options}), QUIET)
 
 
 def commit_replies(

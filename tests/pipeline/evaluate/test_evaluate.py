@@ -29,11 +29,10 @@ from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.generate.summary import AnswerSummary
 from tests.builders.answers import tiny_cache, write_questions
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
-from tests.pipeline.evaluate.layouts import commit_replies, generated, replied
+from tests.pipeline.evaluate.layouts import QUIET, commit_replies, generated, replied
 from tests.pipeline.evaluate.score_tables import items_of, scores_of, table_of
 from tests.pipeline.pages import shown
 
-QUIET = Console(quiet=True)
 OWN = Benchmark(name="q", title="Q", protocols=(LETTER,))
 
 
@@ -251,12 +250,9 @@ def data(tmp_path_factory):
     return write_authors(tmp_path_factory.mktemp("egoschema"))
 
 
-@pytest.fixture(scope="module")
-def loaded(data):
-    return FULL.load(data)
+def test_every_method_has_a_file_of_the_options_that_its_replies_name_and_of_draws_which_are_the_same_for_all(data):
+    loaded = FULL.load(data)
 
-
-def test_every_method_has_a_file_of_the_options_that_its_replies_name_and_of_draws_which_are_the_same_for_all(loaded):
     def made(replies, arms=ARMS):
         return make_submissions(loaded.items, replied(FULL, loaded, replies, arms=arms).scores)
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 import ray
-from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import prompt_builder
@@ -26,7 +25,7 @@ from pipeline.prune.recipe import resolve_recipe
 from pipeline.storage.stores import LocalStore
 from tests.builders.answers import thinking_model, tiny_cache, write_questions
 from tests.jobs.poison import Poison
-from tests.pipeline.evaluate.layouts import own_request, whole
+from tests.pipeline.evaluate.layouts import QUIET, own_request, whole
 from tests.pipeline.evaluate.videomme import write_videomme
 
 ROWS = [
@@ -50,7 +49,7 @@ def videomme(folder, **options):
     """A checked request to evaluate a small VideoMME, whose videos are there by name only."""
     data = write_videomme(folder / "d", n_videos=2, videos=False)
     given = {"benchmark": "videomme", "data": str(data), "out": str(folder / "r"), "method": ["gstep"]}
-    return prepare(EvaluateConfig(**{**given, **options}), Console(quiet=True))
+    return prepare(EvaluateConfig(**{**given, **options}), QUIET)
 
 
 def test_every_protocol_can_be_asked_of_the_family_generic_and_its_results_say_that_sizes_are_the_processors():

@@ -25,10 +25,9 @@ from pipeline.prune.recipe import resolve_recipe
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.builders.answers import tiny_cache
-from tests.pipeline.evaluate.layouts import commit_replies, generated, own_request, whole
+from tests.pipeline.evaluate.layouts import QUIET, commit_replies, generated, own_request, whole
 from tests.pipeline.evaluate.videomme import write_videomme
 
-QUIET = Console(quiet=True)
 CHOICES = ["a dog", "a cat"]
 ROWS = [
     {"question_id": "1", "video_id": "a", "prompt": "What?", "choices": CHOICES, "answer": "a cat"},

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
-from rich.console import Console
 
 from pipeline.errors import QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
@@ -23,7 +22,7 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.builders.clips import KeepSize, numbers
 from tests.pipeline.evaluate import egoschema, longvideobench, mlvu, mvbench
-from tests.pipeline.evaluate.layouts import by_id, commit_replies, printed, replied
+from tests.pipeline.evaluate.layouts import QUIET, by_id, commit_replies, printed, replied
 
 
 class Published(NamedTuple):
@@ -305,7 +304,7 @@ def test_without_the_published_answers_there_is_no_subset_of_egoschema(load, tmp
         answers.write_text("[1]") if name == "egoschema" else None
 
 
-MVBENCH, QUIET = BENCHMARKS["mvbench"], Console(quiet=True)
+MVBENCH = BENCHMARKS["mvbench"]
 STAR, TVQA = "video/star/Charades_v1_480/-B1CD.mp4", f"video/tvqa/frames_fps3_hq/{mvbench.FRAMES}"
 
 
