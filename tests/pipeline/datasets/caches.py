@@ -1,7 +1,5 @@
 """A cache of several token shards with unlike numbers of videos."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A training of two ranks by the launcher of torchrun: it writes what each rank read, and what it was refused."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -22,7 +22,7 @@ from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import resolve_recipe
-from pipeline.rows import VideoRecord
+from pipeline.rows import VideoRecord, make_todo_row
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.builders.archives import write_tar
@@ -111,12 +111,8 @@ def test_a_store_that_lies_is_wrong(method, monkeypatch, tmp_path):
 
 def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
     setup = resolve_recipe(PruneConfig(num_frames=4)).make_decode_setup()
-    unknown = ("policy", "start_s", "end_s", "manifest", "size", "fault", "source_offset", "mark")
     files = {"good": "bikes.mp4", "bad": "none.mp4", "worse": "nothing.mp4"}
-    rows = [
-        {**dict.fromkeys(unknown), "video_id": name, "uri": str(sample("bikes.mp4").with_name(file)), "attempts": 1}
-        for name, file in files.items()
-    ]
+    rows = [make_todo_row(name, str(sample("bikes.mp4").with_name(file))) for name, file in files.items()]
     findings, seconds = check_decoding(setup, rows)
     says = {finding.state: finding.says for finding in findings}
     assert seconds > 0 and f"{seconds:.3f} core-seconds" in says["ok"] and len(findings) == 2

@@ -1,21 +1,13 @@
 """A small EgoSchema in its published layouts, with faults as they occur: the hub's and the authors'."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from tests.pipeline.evaluate.layouts import write_json, write_table, write_videos
+from tests.pipeline.evaluate.layouts import schema_of, write_json, write_table, write_videos
 
-SCHEMA = pa.schema(
-    [
-        *((name, pa.string()) for name in ("question_idx", "question", "video_idx")),
-        ("option", pa.list_(pa.string())),
-        ("answer", pa.string()),
-    ]
-)
+SCHEMA = schema_of("question_idx question video_idx answer", option=pa.list_(pa.string()))
 #: q_uids; the last clip is missing. All but the first two are of one video of Ego4D.
 UIDS = tuple(f"{number:08x}-11cb-497d-8d07-77c3a8127391" for number in range(1, 7))
 GONE = UIDS[-1]
@@ -42,7 +34,11 @@ def write_hub(folder: Path, *, ego4d: bool = False) -> Path:
 
 def write_authors(folder: Path) -> Path:
     """Write the authors' layout."""
-    rows = [{"q_uid": uid, "google_drive_id": "1x", "question": question_of(uid), **_options(uid)} for uid in UIDS]
+    rows = [
+        {"q_uid": uid, "google_drive_id": "1x", "question": question_of(uid)}
+        | {f"option {number}": text for number, text in enumerate(options_of(uid))}
+        for uid in UIDS
+    ]
     write_json(folder / "questions.json", rows)
     write_json(folder / "subset_answers.json", ANSWERS)
     write_ego4d(folder)
@@ -68,11 +64,5 @@ def question_of(uid: str) -> str:
 def _hub_row(number: int, uid: str, published: bool) -> dict[str, Any]:
     has_letters = [f"{letter}. {text}" for letter, text in zip("ABCDE", options_of(uid), strict=True)]
     answer = str(ANSWERS[uid]) if published else None
-    return {
-        **{"question_idx": f"{number:05}", "question": question_of(uid), "video_idx": uid},
-        **{"option": has_letters, "answer": answer},
-    }
-
-
-def _options(uid: str) -> dict[str, str]:
-    return {f"option {number}": text for number, text in enumerate(options_of(uid))}
+    row = {"question_idx": f"{number:05}", "question": question_of(uid), "video_idx": uid}
+    return {**row, "option": has_letters, "answer": answer}

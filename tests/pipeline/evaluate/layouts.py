@@ -1,7 +1,5 @@
 """What the fixtures of benchmarks share: small real videos, annotations as published, and replies that are scored."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -11,11 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.console import Console
 
 from pipeline.errors import QuestionFault
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
-from pipeline.evaluate.request import EvaluateRequest, write_results_header
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.request import EvaluateRequest, prepare, write_results_header
 from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import AnsweredItems, make_score_table
@@ -23,9 +23,10 @@ from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
 from pipeline.rows import make_failed_answer
 from pipeline.storage.stores import LocalStore
-from tests.builders.answers import request_about
+from tests.builders.answers import request_about, tiny_cache, write_questions
 from tests.builders.clips import write_clip
 
+QUIET = Console(quiet=True)
 _CODECS = {".webm": "libvpx-vp9", ".avi": "mpeg4"}
 
 
@@ -52,6 +53,19 @@ def by_id(loaded: LoadedQuestions) -> dict[str, Item]:
     return {item.question_id: item for item in loaded.items}
 
 
+def answers_of(replies: Mapping[str, str | None], arms: Iterable[str]) -> pa.Table:
+    """Return answers to questions by their ids, the same under every arm; None failed."""
+    common = {"prompt": "p", "run_id": "r", "attempts": 1, "video_ids": ["v"]}
+    failed = {"status": "failed", "error_class": "io", "error_message": "why"}
+    rows = [
+        {**common, "question_id": name, "pruning": arm}
+        | (failed if reply is None else {"status": "ok", "answer": reply})
+        for arm in arms
+        for name, reply in replies.items()
+    ]
+    return pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
+
+
 def replied(
     benchmark: Benchmark,
     loaded: LoadedQuestions,
@@ -60,15 +74,24 @@ def replied(
 ) -> ScoredQuestions:
     """Score the questions by the rule of its protocol; one without a reply failed. Every arm says the same."""
     arms = arms or {"none@1": ORIGINAL}
-    common = {"prompt": "p", "run_id": "r", "attempts": 1, "status": "ok"}
-    rows = [
-        {**common, "question_id": name, "video_ids": ["v"], "answer": reply, "pruning": arm}
-        for name, reply in replies.items()
-        for arm in arms
-    ]
-    answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
-    scores = make_score_table(AnsweredItems.select(loaded.items, arms, answers), benchmark.protocol())
+    answered = AnsweredItems.select(loaded.items, arms, answers_of(replies, arms))
+    scores = make_score_table(answered, benchmark.protocol())
     return ScoredQuestions(loaded=loaded, scores=scores)
+
+
+def whole(folder: Path, **header: Any) -> Path:
+    """Write a cache of all tokens of the videos a and b."""
+    tiny_cache(folder / "c", ("a", "b"), ratio=1.0, method="none", **header)
+    return folder / "c"
+
+
+def own_request(folder: Path, rows: Sequence[Mapping[str, Any]], **options: Any) -> EvaluateRequest:
+    """Return a checked request to ask rows of the cache in the folder, which is made where there is none."""
+    if not (folder / "c").exists():
+        whole(folder)
+    file = write_questions(folder / "q.jsonl", [*map(dict, rows)])
+    given = {"method": ["gstep"], "retention_ratio": [0.25], "cache": str(folder / "c"), "out": str(folder / "r")}
+    return prepare(EvaluateConfig(**{"benchmark": str(file), **given, **options}), QUIET)
 
 
 def commit_replies(
@@ -109,6 +132,11 @@ def generated(cache: Path, out: Path, rows: Sequence[Mapping[str, Any]], replies
     ]
     commit_answers(store, "run", 0, answers, questions=job.questions)
     return str(out)
+
+
+def schema_of(texts: str, **others: pa.DataType) -> pa.Schema:
+    """Return a schema of the other columns and of columns of text, which are named in one string."""
+    return pa.schema([*others.items(), *((name, pa.string()) for name in texts.split())])
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:

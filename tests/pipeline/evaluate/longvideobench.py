@@ -1,25 +1,17 @@
 """A small LongVideoBench in its published layout, with faults as they occur: Parquet, JSON and videos."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from tests.pipeline.evaluate.layouts import write_json, write_table, write_videos
+from tests.pipeline.evaluate.layouts import schema_of, write_json, write_table, write_videos
 
-SCHEMA = pa.schema(
-    [
-        *((name, pa.string()) for name in ("video_id", "id", "video_path", "subtitle_path")),
-        ("correct_choice", pa.int64()),
-        ("question", pa.string()),
-        *((f"option{number}", pa.string()) for number in range(5)),
-        ("duration", pa.float64()),
-        ("duration_group", pa.int64()),
-        *((name, pa.string()) for name in ("question_category", "topic_category")),
-        ("starting_timestamp_for_subtitles", pa.float64()),
-    ]
+SCHEMA = schema_of(
+    "video_id id video_path subtitle_path question question_category topic_category "
+    "option0 option1 option2 option3 option4",
+    **dict.fromkeys(("correct_choice", "duration_group"), pa.int64()),
+    **dict.fromkeys(("duration", "starting_timestamp_for_subtitles"), pa.float64()),
 )
 #: video_id -> video_path; of a few it is another name.
 PATHS = {"-Ab0xYz_9Qk": "-Ab0xYz_9Qk.mp4", "@cook-712": "712.mp4", "86CxyhFV9MI": "86CxyhFV9MI.mp4"}

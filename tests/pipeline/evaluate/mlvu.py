@@ -1,27 +1,18 @@
 """A small MLVU in its published layouts, with faults as they occur: the authors' and lmms-eval's, dev and test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from tests.pipeline.evaluate.layouts import write_json, write_table, write_videos
+from tests.pipeline.evaluate.layouts import schema_of, write_json, write_table, write_videos
 
 FOUR = ["Yellow", "Red", "Green", "Blue"]
 SIX = ["Fighting", "Shoplifting", "Arrest", "Normal", "Shooting", "Vandalism"]
 #: lmms-eval's columns.
 PARQUET = "test-00000-of-00001.parquet"
-SCHEMA = pa.schema(
-    [
-        ("video_name", pa.string()),
-        ("duration", pa.float64()),
-        ("question", pa.string()),
-        ("candidates", pa.list_(pa.string())),
-        *((name, pa.string()) for name in ("answer", "task_type", "question_id")),
-    ]
-)
+_TEXTS = "video_name question answer task_type question_id"
+SCHEMA = schema_of(_TEXTS, duration=pa.float64(), candidates=pa.list_(pa.string()))
 
 
 def row(

@@ -1,7 +1,5 @@
 """A small MVBench in both of its published layouts, with faults as they occur: eight of its 20 tasks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

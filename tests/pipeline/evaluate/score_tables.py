@@ -1,16 +1,17 @@
 """Tables of scores to compute results from, the numbers of the GSTEP paper, and a page of results as read."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipeline.evaluate.benchmarks.items import Item
+from pipeline.evaluate.request import write_results_header
 from pipeline.evaluate.scores import SCORE_SCHEMA
+from pipeline.storage.stores import LocalStore
 
 _COLUMNS = ("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed", "n_options", "score")
 SCHEMA = pa.schema(
@@ -107,6 +108,19 @@ def scores_of(items, methods, ratios, *, failed=(), seed=0):
                 }
             )
     return pa.Table.from_pylist(rows, SCORE_SCHEMA)
+
+
+MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}
+
+
+def leave_results(folder, benchmark, scores, about=None, **identity):
+    """Write what jobs.evaluate leaves of a benchmark; return its place."""
+    store = LocalStore(folder / benchmark)
+    store.make()
+    held = {"benchmark": benchmark, "model": MODEL, "num_frames": 32, "protocol": "p"} | identity
+    write_results_header(store, held, about or {"model": "m"})
+    pq.write_table(scores, store.root / "scores.parquet")
+    return str(store.root)
 
 
 class Page(HTMLParser):

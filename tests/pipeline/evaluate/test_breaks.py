@@ -7,7 +7,6 @@ from typing import get_args
 from zlib import crc32
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from jobs import evaluate
@@ -17,12 +16,10 @@ from pipeline.evaluate.abilities import BUILT_IN, AbilityRule, classify_question
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.forms import format_markdown_tables
 from pipeline.evaluate.losses import find_breaks
-from pipeline.evaluate.request import write_results_header
 from pipeline.evaluate.shapes.questions import QuestionType
 from pipeline.evaluate.shapes.world import HARDNESS
 from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
-from pipeline.storage.stores import LocalStore
-from tests.pipeline.evaluate.score_tables import Page, score_rows, score_table, table_of
+from tests.pipeline.evaluate.score_tables import Page, leave_results, score_rows, score_table, table_of
 
 PER_VIDEO = 50  # questions about a video, so that one of them is 2 points
 RATIOS = (0.5, 0.25, 0.1)
@@ -278,25 +275,13 @@ def test_the_rule_is_that_of_a_plain_one(within):
         assert verdict.lowest_safe_ratio == safe
 
 
-MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}
-
-
-def write(folder, name, table):
-    """Write what jobs.evaluate leaves of a benchmark; return the folder."""
-    store = LocalStore(folder / name)
-    store.make()
-    write_results_header(store, {"benchmark": name, "model": MODEL, "num_frames": 32, "protocol": "p"}, {"model": "m"})
-    pq.write_table(table, store.root / "scores.parquet")
-    return str(store.root)
-
-
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("results")
     splits = {"task_type": "Counting Problem", "duration": "short"}
     first = steady({**falling("gstep", 0, 1, 2), **falling("fps", 3, 0, 0)}, **splits)
     second = steady({**falling("gstep", 0, 0, 0), **falling("fps", 0, 0, 0)}, 19, task_type="order")
-    return [write(tmp_path, "videomme", first), write(tmp_path, "mlvu-dev", second)]
+    return [leave_results(tmp_path, "videomme", first), leave_results(tmp_path, "mlvu-dev", second)]
 
 
 def test_the_section_stands_in_every_form_of_what_results_lays_out(tmp_path, places, capsys):

@@ -29,10 +29,10 @@ from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.generate.summary import AnswerSummary
 from tests.builders.answers import tiny_cache, write_questions
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
-from tests.pipeline.evaluate.layouts import commit_replies, generated, replied
+from tests.pipeline.evaluate.layouts import QUIET, commit_replies, generated, replied
 from tests.pipeline.evaluate.score_tables import items_of, scores_of, table_of
+from tests.pipeline.pages import shown
 
-QUIET = Console(quiet=True)
 OWN = Benchmark(name="q", title="Q", protocols=(LETTER,))
 
 
@@ -50,8 +50,8 @@ def done() -> Evaluation:
     items = items_of(6)
     scores = scores_of(items, ["gstep", "fastv,K=3"], [0.25, 0.1])
     evaluated = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
-    shown = Presentation(title="T", benchmark=OWN, described={}, draws=100)
-    return Evaluation(done=evaluated, table=make_tables(evaluated, shown)[0], out="there", files=["a.md", "b.html"])
+    table = make_tables(evaluated, Presentation(title="T", benchmark=OWN, described={}, draws=100))[0]
+    return Evaluation(done=evaluated, table=table, out="there", files=["a.md", "b.html"])
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,8 @@ def test_an_evaluation_ends_as_its_answers_did_of_which_failures_count_against_t
     assert replace(done, done=replace(done.done, answers=asked)).exit_code(config) == expected
 
 
-def printed(shown) -> str:
-    said = io.StringIO()
-    Console(file=said, width=200).print(render_evaluation(shown))
-    return said.getvalue()
+def printed(done) -> str:
+    return shown(render_evaluation(done))
 
 
 def test_the_record_has_every_method_with_its_scores_and_the_counts(done):
@@ -252,12 +250,9 @@ def data(tmp_path_factory):
     return write_authors(tmp_path_factory.mktemp("egoschema"))
 
 
-@pytest.fixture(scope="module")
-def loaded(data):
-    return FULL.load(data)
+def test_every_method_has_a_file_of_the_options_that_its_replies_name_and_of_draws_which_are_the_same_for_all(data):
+    loaded = FULL.load(data)
 
-
-def test_every_method_has_a_file_of_the_options_that_its_replies_name_and_of_draws_which_are_the_same_for_all(loaded):
     def made(replies, arms=ARMS):
         return make_submissions(loaded.items, replied(FULL, loaded, replies, arms=arms).scores)
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 import ray
-from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import prompt_builder
@@ -26,6 +25,7 @@ from pipeline.prune.recipe import resolve_recipe
 from pipeline.storage.stores import LocalStore
 from tests.builders.answers import thinking_model, tiny_cache, write_questions
 from tests.jobs.poison import Poison
+from tests.pipeline.evaluate.layouts import QUIET, own_request, whole
 from tests.pipeline.evaluate.videomme import write_videomme
 
 ROWS = [
@@ -41,26 +41,15 @@ class Copy(Poison):
     name: ClassVar[str] = "gstep"
 
 
-def whole(folder, **header):
-    """A cache of all tokens of the videos a and b."""
-    tiny_cache(folder / "c", ("a", "b"), ratio=1.0, method="none", **header)
-    return folder / "c"
-
-
 def own(folder, **options):
-    """A checked request to ask ROWS of the cache in the folder, which is made where there is none."""
-    if not (folder / "c").exists():
-        whole(folder)
-    file = write_questions(folder / "q.jsonl", ROWS)
-    given = {"method": ["gstep"], "retention_ratio": [0.25], "cache": str(folder / "c"), "out": str(folder / "r")}
-    return prepare(EvaluateConfig(**{"benchmark": str(file), **given, **options}), Console(quiet=True))
+    return own_request(folder, ROWS, **options)
 
 
 def videomme(folder, **options):
     """A checked request to evaluate a small VideoMME, whose videos are there by name only."""
     data = write_videomme(folder / "d", n_videos=2, videos=False)
     given = {"benchmark": "videomme", "data": str(data), "out": str(folder / "r"), "method": ["gstep"]}
-    return prepare(EvaluateConfig(**{**given, **options}), Console(quiet=True))
+    return prepare(EvaluateConfig(**{**given, **options}), QUIET)
 
 
 def test_every_protocol_can_be_asked_of_the_family_generic_and_its_results_say_that_sizes_are_the_processors():

@@ -22,8 +22,10 @@ from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.tabulate import ScoredBenchmark, make_results_table
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.evaluate.score_tables import (
+    MODEL,
     Page,
     items_of,
+    leave_results,
     score_rows,
     score_table,
     scores_of,
@@ -168,22 +170,16 @@ def test_another_pair_is_asked_of_results_that_are_there_and_has_the_numbers_it_
     assert not (tmp_path / "x").exists()
 
 
-MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}
 ARMS = [("none", 1.0, "60.0"), ("gstep", 0.25, "59.0")]
 
 
 def results(folder, benchmark, arms, **identity):
     """What jobs.evaluate leaves of a benchmark: of 200 questions as many are right as each arm's number says."""
-    store = LocalStore(folder / benchmark)
-    store.make()
     about = {"model": "a/model", "annotations": "blake2b:0123456789abcdef", "token_bytes": 7168}
-    held = {"benchmark": benchmark, "model": MODEL, "num_frames": 32, "protocol": "p"} | identity
-    write_results_header(store, held, about)
     splits = [{"duration": ("short", "medium", "long")[i % 3]} for i in range(200)]
     shared = {"clusters": [f"v{i % 40}" for i in range(200)], "splits": splits}
     rows = [score_rows(*arm, [float(i < 2 * float(number)) for i in range(200)], **shared) for *arm, number in arms]
-    pq.write_table(score_table(*rows), store.root / "scores.parquet")
-    return str(store.root)
+    return leave_results(folder, benchmark, score_table(*rows), about, **identity)
 
 
 def laid(places, out, capsys, *options):
@@ -312,10 +308,7 @@ def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):
             lambda root: change_scores(root, lambda rows: pa.concat_tables([rows, rows.slice(0, 1)])),
             "has 2 scores of question",
         ),
-        (
-            lambda root: change_scores(root, lambda rows: with_scores(rows, 2.0)),
-            "answers without a score from 0 to 1",
-        ),
+        (lambda root: change_scores(root, lambda rows: with_scores(rows, 2.0)), "answers without a score from 0 to 1"),
     ],
 )
 def test_results_whose_files_are_damaged_are_refused(tmp_path, capsys, damage, why):

@@ -1,7 +1,7 @@
-"""An evaluation on the driver: what is there is scored as it is, and needs neither a model nor Ray."""
+"""The options of an evaluation, and its run on the driver, where what is there is scored without a model or Ray."""
 
 import io
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import ray
@@ -13,39 +13,33 @@ from pipeline.cache.merging import merge_table_files
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
-from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.request import EvaluateRequest, prepare, read_results_header
+from pipeline.evaluate.config import DEFAULT_METHODS, DEFAULT_RATIOS, FULL_LABEL, POSITIONS, EvaluateConfig
+from pipeline.evaluate.request import prepare, read_results_header
 from pipeline.evaluate.run import answer_and_score, drop_tokens, make_answers_config, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.late_pruning import PruningSpec
+from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import resolve_recipe
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
-from tests.builders.answers import tiny_cache, write_questions
-from tests.pipeline.evaluate.layouts import commit_replies, generated
+from tests.builders.answers import tiny_cache
+from tests.pipeline.evaluate.layouts import QUIET, commit_replies, generated, own_request, whole
 from tests.pipeline.evaluate.videomme import write_videomme
 
-QUIET = Console(quiet=True)
 CHOICES = ["a dog", "a cat"]
 ROWS = [
     {"question_id": "1", "video_id": "a", "prompt": "What?", "choices": CHOICES, "answer": "a cat"},
     {"question_id": "2", "video_id": ["a", "b"], "prompt": "Who?", "choices": CHOICES, "answer": "A"},
 ]
-GRID = ("none@1", "gstep@0.25", "fastv,K=1@0.25")
 
 
 @pytest.fixture
 def asked(tmp_path):
-    """A checked request to ask questions of a cache of all tokens of a and b, under GRID."""
-    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none")
-
-    def request(rows=ROWS, **options) -> EvaluateRequest:
-        file = write_questions(tmp_path / "q.jsonl", rows)
-        given = {"method": ["gstep", "fastv,K=1"], "retention_ratio": [0.25], "cache": str(tmp_path / "c")}
-        given |= {"benchmark": str(file), "out": str(tmp_path / "r"), "draws": 100}
-        return prepare(EvaluateConfig(**{**given, **options}), QUIET)
-
-    return request
+    """A function that returns a checked request to ask questions of a cache of all tokens of a and b."""
+    given = {"method": ["gstep", "fastv,K=1"], "draws": 100}
+    return lambda rows=ROWS, **options: own_request(tmp_path, rows, **{**given, **options})
 
 
 def rights(done):
@@ -180,7 +174,7 @@ def test_a_part_of_a_cache_is_no_cache_to_anybody_and_is_dropped_by_the_next_run
 @pytest.fixture
 def answered(tmp_path):
     """Answers of jobs.generate, as in a place of their own: replies to ROWS (None: it failed)."""
-    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none")
+    whole(tmp_path)
     tiny_cache(tmp_path / "pruned", ("a", "b"), ratio=0.25, method="gstep")
 
     def place(name, replies="BB", rows=ROWS, cache="c", **options) -> str:
@@ -273,3 +267,96 @@ def test_answers_of_an_evaluation_are_scored_by_itself(asked):
     answer_and_score(request, QUIET)
     with pytest.raises(NotAnswers, match=r"answers of jobs\.evaluate, which scores them itself"):
         scored(f"{request.config.out}/answers")
+
+
+def grid(*methods, ratios=(0.25,), **options):
+    return EvaluateConfig(benchmark="x", method=[*methods], retention_ratio=[*ratios], **options).grid()
+
+
+def test_full_retention_comes_first_then_methods_as_they_are_named_and_ratios_from_the_largest():
+    assert list(grid("gstep")) == [FULL_LABEL, "gstep@0.25"] and grid("gstep")[FULL_LABEL] is None
+    assert list(grid("none")) == [FULL_LABEL] == list(grid("none", ratios=(0.5, 0.1)))
+    assert list(grid("uniform", "gstep", ratios=(0.1, 0.25))) == [
+        FULL_LABEL, "uniform@0.25", "uniform@0.1", "gstep@0.25", "gstep@0.1"
+    ]  # fmt: skip
+    labels = list(EvaluateConfig(benchmark="x").grid())
+    assert labels == [FULL_LABEL, *(f"{name}@{ratio:g}" for name in DEFAULT_METHODS for ratio in DEFAULT_RATIOS)]
+    assert len(labels) == 17
+
+
+def test_parameters_stand_behind_commas_and_are_part_of_the_label():
+    asked = grid("fastv, K=3", "fastvid,c=4,a-b=0.5", "fastv,K=1")
+    assert asked["fastv,K=3@0.25"] == PruningSpec("fastv", 0.25, {"K": "3"})
+    assert asked["fastvid,a_b=0.5,c=4@0.25"].params == {"c": "4", "a_b": "0.5"}
+    assert asked["fastv,K=1@0.25"] != asked["fastv,K=3@0.25"] and len(asked) == 4
+
+
+def test_seeds_are_methods_of_their_own_and_a_range_of_them_is_short_for_each():
+    assert list(grid("random,seed=0..2", "fps")) == [
+        FULL_LABEL, "random,seed=0@0.25", "random,seed=1@0.25", "random,seed=2@0.25", "fps@0.25"
+    ]  # fmt: skip
+    assert grid("random,seed=1", "gstep", reference="random").keys() == {FULL_LABEL, "random,seed=1@0.25", "gstep@0.25"}
+
+
+def test_a_method_may_name_positions_of_its_own_as_its_row_is_called():
+    """Behind any parameters: rows are called by sorted names."""
+    both = ("vcast,positions=original,tau=0.5", "gstep")
+    named = [FULL_LABEL, "vcast,tau=0.5,positions=original@0.25"]
+    assert list(grid(*both)) == [*named, "gstep@0.25"]
+    assert list(grid(*both, positions="both")) == [
+        *named, "gstep,positions=contiguous@0.25", "gstep,positions=original@0.25"
+    ]  # fmt: skip
+    assert grid(*both)[named[1]] == PruningSpec("vcast", 0.25, {"tau": "0.5"}, positions="original")
+    with pytest.raises(UsageError, match="--method gstep,positions=close: positions must be contiguous or original"):
+        grid("gstep,positions=close")
+
+
+def test_positions_have_the_words_of_jobs_generate():
+    choices = {one.name: set(one.metadata["choices"]) for one in fields(GenerateConfig) if one.name == "positions"}
+    assert set(POSITIONS) - {"both"} == choices["positions"]
+
+
+def test_the_runs_get_the_options_that_mean_the_same_there_and_no_other():
+    """What it is asked with, how many, and where from is the evaluation's own."""
+    given = EvaluateConfig(benchmark="x", workers=3, decode_workers=2, limit=5, seed=7, max_failed="1", min_gpus=1)
+    prune, generate = given.select_shared_options(PruneConfig), given.select_shared_options(GenerateConfig)
+    both = {"revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join", "retry_failed", "max_attempts"}
+    both |= {"stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_requester_pays"}
+    engine = {"engine", "tensor_parallel", "engine_param", "batch_size"}
+    assert prune.keys() == both | {"decode_timeout", "decode_workers", "encode_workers"}
+    assert generate.keys() == both | engine | {"workers", "questions_per_shard", "close_thought"}
+    assert (prune["decode_workers"], generate["workers"], prune["min_gpus"], generate["min_gpus"]) == (2, 3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"benchmark": None}, r"give exactly one of --benchmark NAME .*, --score ANSWERS .* and --results RESULTS"),
+        ({"benchmark": None, "score": ["a"], "method": ["gstep"]}, "go with --benchmark or --results"),
+        ({"out": " "}, "--out must be a folder"),
+        ({"retention_ratio": [0.25, 0.0]}, r"--retention-ratio must be in \(0, 1\], got 0.0"),
+        ({"method": ["fastv,K"]}, "--method fastv,K: a parameter takes NAME=VALUE, got 'K'"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
+        ({"within": 1.0}, "--within goes with --results"),
+        ({"benchmark": None, "results": ["r"], "within": 0.0}, "--within must be a positive number of points"),
+        ({"decode_timeout": 0.0}, "--decode-timeout must be a positive number of seconds"),
+        ({"max_attempts": 0}, "--max-attempts must be at least 1"),  # of all runs
+        ({"fps": 2.0, "num_frames": 8}, "--num-frames and --fps are two ways of sampling"),
+        ({"max_frames": 8}, "--max-frames goes with --fps"),
+        ({"reference": "fps"}, "--reference fps is no row of the table; there are gstep, none, random"),
+        ({"method": ["random,seed=3..1"]}, "--method random,seed=3..1: the first seed is larger than the last"),
+        ({"method": ["gstep", "random,seed=1..2"], "reference": "random,seed=1"}, "there are gstep, none, random$"),
+        ({"positions": "close"}, "--positions must be one of .*contiguous"),
+        ({"drop_tokens": True, "cache": "c"}, "--drop-tokens deletes the cache in --out"),
+    ],
+)
+def test_nonsense_is_refused_by_name(options, message):
+    with pytest.raises(UsageError, match=message):
+        EvaluateConfig(**{"benchmark": "x", **options})
+
+
+@pytest.mark.parametrize("given", [{"limit": 5}, {"drop_tokens": True}, {"fps": 2.0}, {"close_thought": True}])
+@pytest.mark.parametrize("other", [{"score": ["a"]}, {"results": ["r"]}])
+def test_what_only_a_benchmark_has_is_refused_where_nothing_is_asked(given, other):
+    with pytest.raises(UsageError, match="goes with --benchmark"):
+        EvaluateConfig(**other, **given)

@@ -28,6 +28,7 @@ from pipeline.rows import AnswerRecord, drop_nulls
 from tests.builders.answers import write_questions
 
 FASTV = "fastv,K=3@0.25"
+FREE = {"options": (), "answer": None}  # a question that is answered by a text
 ARMS = {"none@1": ORIGINAL, FASTV: MethodAtRatio("fastv,K=3", 0.25)}
 
 
@@ -86,18 +87,21 @@ def test_a_reply_is_read_by_the_rule(rule, read):
 
 
 @pytest.mark.parametrize(
-    ("asked", "reply", "rule", "read"),
+    ("asked", "reply", "protocol", "read"),
     [
-        *(({}, reply, "letter", Reply(None, False, 0.0)) for reply in ("", "I cannot say.", "E")),
-        ({}, "no idea", "egoschema", Reply(None, False, pytest.approx(1 / 3), "drawn")),  # the expectation of a draw
-        ({"answer": None}, "no idea", "egoschema", Reply(None, False, 0.0, "drawn")),
-        ({"answer": None}, "B", "letter", Reply(1, False, 0.0)),
-        ({"options": (), "answer": None}, " A cat. ", "letter", Reply(None, True, 1.0)),  # a free answer, by its text
-        ({"options": (), "answer": None}, "A cat, or a dog.", "letter", Reply(None, False, 0.0)),
+        *(({}, reply, by("letter"), Reply(None, False, 0.0)) for reply in ("", "I cannot say.", "E")),
+        ({}, "no idea", by("egoschema"), Reply(None, False, pytest.approx(1 / 3), "drawn")),  # a draw's expectation
+        ({"answer": None}, "no idea", by("egoschema"), Reply(None, False, 0.0, "drawn")),
+        ({"answer": None}, "B", by("letter"), Reply(1, False, 0.0)),
+        (FREE, " A cat. ", by("letter"), Reply(None, True, 1.0)),
+        (FREE, "A cat, or a dog.", by("letter"), Reply(None, False, 0.0)),
+        # What a reply thinks is not read for questions of one's own.
+        ({}, "<think>The answer is C, or A.</think>\n\nB", LETTER, Reply(1, True, 1.0)),
+        (FREE, "It is striped, a tiger?\n</think>\n\nA cat.", LETTER, Reply(None, True, 1.0)),
     ],
 )
-def test_a_reply_is_right_by_the_option_that_it_names_or_by_its_text(asked, reply, rule, read):
-    assert read_reply(item(**asked), row(reply), by(rule)) == read
+def test_a_reply_is_right_by_the_option_that_it_names_or_by_its_text(asked, reply, protocol, read):
+    assert read_reply(item(**asked), row(reply), protocol) == read
 
 
 @pytest.mark.parametrize(
@@ -116,17 +120,6 @@ def test_what_a_reply_thinks_is_not_read_by_the_protocol_of_lmms_eval_073(reply,
     assert strip_reasoning(f" {reply}", newer.reasoning).strip(" ") == strip_reasoning(reply, newer.reasoning)
     assert read_reply(item(), row(reply), newer).parsed == read
     assert read_reply(item(), row(reply), older) == read_reply(item(), row(reply), replace(newer, reasoning=()))
-
-
-@pytest.mark.parametrize(
-    ("asked", "reply", "read"),
-    [
-        ({}, "<think>The answer is C, or A.</think>\n\nB", Reply(1, True, 1.0)),
-        ({"options": (), "answer": None}, "It is striped, a tiger?\n</think>\n\nA cat.", Reply(None, True, 1.0)),
-    ],
-)
-def test_what_a_reply_thinks_is_not_read_for_questions_of_ones_own(asked, reply, read):
-    assert read_reply(item(**asked), row(reply), LETTER) == read
 
 
 def test_a_scored_choice_counts_as_it_is():

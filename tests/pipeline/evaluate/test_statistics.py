@@ -29,7 +29,7 @@ from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
 SCORES = np.array([bits("110 101 011 110"), bits("100 101 111 000")])
 VIDEO = np.repeat(np.arange(4), 3)
 ALL = np.zeros(12, np.int64)
-GSTEP, FASTV = MethodAtRatio("gstep", 0.25), MethodAtRatio("fastv,K=3", 0.25)
+GSTEP = MethodAtRatio("gstep", 0.25)
 SPLITS = [{"duration": "short", "task": "b"}, {"duration": "long", "task": "a"}, {"task": "b"}]
 
 
@@ -206,7 +206,8 @@ def test_failed_unparsed_and_kept_are_counted():
     assert tally.unparsed_share == pytest.approx(2 / 3) and tally.kept_share == pytest.approx(0.3)  # of three replies
     twice = tally + tally
     assert (twice.n_answers, twice.n_failed, twice.kept_share) == (8, 2, pytest.approx(0.3))
-    unknown = make_score_matrix(score_table(score_rows("gstep", 0.25, [None], kept=[None])), [GSTEP, FASTV]).tallies
+    arms = [GSTEP, MethodAtRatio("fastv,K=3", 0.25)]
+    unknown = make_score_matrix(score_table(score_rows("gstep", 0.25, [None], kept=[None])), arms).tallies
     assert [(one.kept_share, one.unparsed_share, one.tokens) for one in unknown] == [(None, None, None)] * 2
 
 

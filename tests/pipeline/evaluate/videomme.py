@@ -1,21 +1,17 @@
 """A small VideoMME in its published layout: annotations in Parquet, videos in ``data/``, and faults as they occur."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tests.builders.clips import add_stream
+from tests.pipeline.evaluate.layouts import schema_of, write_table
 
-TEXTS = ("video_id", "duration", "domain", "sub_category", "url", "videoID", "question_id", "task_type", "question")
-SCHEMA = pa.schema(
-    [*((name, pa.string()) for name in TEXTS), ("options", pa.list_(pa.string())), ("answer", pa.string())]
-)
+TEXTS = "video_id duration domain sub_category url videoID question_id task_type question"
+SCHEMA = schema_of(TEXTS).append(pa.field("options", pa.list_(pa.string()))).append(pa.field("answer", pa.string()))
 DURATIONS = ("short", "medium", "long")
 DOMAINS = (("Knowledge", "Geography"), ("Life Record", "Travel"), ("Multilingual", "Multilingual"))
 TASKS = ("OCR Problems", "Counting Problem", "Action Reasoning")
@@ -67,8 +63,7 @@ def write_videomme(folder: Path, *, n_videos: int = 6, seed: int = 0, faults: bo
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """Write the annotations."""
     path = folder / "videomme" / "test-00000-of-00001.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+    write_table(path, rows, SCHEMA)
     return path
 
 

@@ -22,6 +22,7 @@ from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import store_at
 from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.pages import shown
 from tests.waiting import wait_until
 
 NOW = Progress(item="video", total=4, busy={"decode": 0.97, "encode": 0.41}, waiting={"decode": 3}, bottleneck="decode")
@@ -100,23 +101,17 @@ def test_a_run_that_never_begins_its_cache_ends_the_wait(tmp_path, pool):
         waiter.result(60)
 
 
-def test_clocks_that_differ_give_no_negative_time(written):
+def test_clocks_that_differ_and_more_videos_than_estimated_give_no_negative_time(written):
     ahead = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
     RunFile(written, record()).save(status="running", started=ahead)
     with Claim(written, "r2", print):
         assert progress(written).seconds == 0
+        RunFile(written, record(videos=1, estimated=True)).save(status="running")
+        run, text = progress(written), shown(watching._render(progress(written), 2.0))
+    assert run.n_done > run.n_videos and run.describe().endswith("videos/s, no estimate yet")
+    assert "2.00 videos/s recently" in text and " left" not in text
     RunFile(written, record()).save(status="finished", started=ahead)
     assert "finished after 0 s" in progress(written).describe()
-
-
-def test_a_run_with_more_videos_than_estimated_has_no_negative_time(written):
-    RunFile(written, record(videos=1, estimated=True)).save(status="running")
-    shown = io.StringIO()
-    with Claim(written, "r2", print):
-        run = progress(written)
-        Console(file=shown, width=200).print(watching._render(run, 2.0))
-    assert run.n_done > run.n_videos and run.describe().endswith("videos/s, no estimate yet")
-    assert "2.00 videos/s recently" in shown.getvalue() and " left" not in shown.getvalue()
 
 
 def test_a_cache_without_runs_has_nothing_to_watch_and_a_damaged_note_is_of_a_run_that_starts(tmp_path):

@@ -131,10 +131,7 @@ def test_an_id_counts_once_and_a_question_under_two_ids_is_kept_and_listed(tmp_p
     )
 
 
-@pytest.mark.parametrize(
-    ("answer", "index"),
-    [(" b ", 1), ("A.", None), ("1", None), ("E", None)],
-)
+@pytest.mark.parametrize(("answer", "index"), [(" b ", 1), ("A.", None), ("1", None), ("E", None)])
 def test_the_answer_is_a_letter_of_either_case_or_no_candidate(tmp_path, answer, index):
     loaded = reload(tmp_path, [plain_rows(tmp_path)[0] | {"answer": answer}])
     assert (loaded.items[0].answer, loaded.items[0].expected) == (index, answer)
@@ -165,9 +162,9 @@ def test_no_link_leads_out_of_the_data_folder(tmp_path):
     assert not other_disk.faults and len(other_disk.items) == 3
 
 
-def test_a_folder_that_is_none_is_refused_with_the_remedy(tmp_path):
+def test_a_folder_or_annotations_that_are_none_are_refused_with_the_remedy(tmp_path, data):
     (tmp_path / "file").touch()
-    for data, said in (
+    for place, said in (
         (tmp_path / "none", "no such folder; the folder must hold the data set lmms-eval/Video-MME"),
         (tmp_path / "file", "is a file; name the folder"),
         (Path("s3://bucket/videomme"), "only local folders are read"),
@@ -175,11 +172,8 @@ def test_a_folder_that_is_none_is_refused_with_the_remedy(tmp_path):
         (tmp_path, r"looked for videomme/test-\*.parquet, test-\*.parquet\); the folder must hold the data set"),
     ):
         with pytest.raises(UsageError, match=said) as error:
-            VIDEOMME.load(data)
-        assert data is None or str(data) in str(error.value)
-
-
-def test_annotations_that_are_none_are_refused_with_the_remedy(tmp_path, data):
+            VIDEOMME.load(place)
+        assert place is None or str(place) in str(error.value)
     path = data / "videomme" / "test-00000-of-00001.parquet"
     table = pq.read_table(path)
     pq.write_table(table.drop_columns(["options", "videoID"]), path)

@@ -2,18 +2,27 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
 
-from pipeline.errors import UsageError
+from pipeline.errors import QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow, strip_option_letter
+from pipeline.evaluate.benchmarks.items import make_clip_id
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.evaluate import describe_data, evaluate
+from pipeline.evaluate.request import prepare
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
+from tests.builders.clips import KeepSize, numbers
 from tests.pipeline.evaluate import egoschema, longvideobench, mlvu, mvbench
-from tests.pipeline.evaluate.layouts import by_id, printed, replied
+from tests.pipeline.evaluate.layouts import QUIET, by_id, commit_replies, printed, replied
 
 
 class Published(NamedTuple):
@@ -22,9 +31,9 @@ class Published(NamedTuple):
     Attributes:
         layouts: functions that write a folder.
         file: a file of annotations, in JSON.
-        faults: the questions with each kind of fault; kinds in LEFT_OUT leave a question out.
         text: what a model is told of the first question that can be asked.
         rules: tokens, parser and metric of each protocol.
+        faults: the questions with each kind of fault; kinds in LEFT_OUT leave a question out.
         replies: to the questions in their order.
         printed: the row of full retention.
         n_alone: number of faults of the first layout alone.
@@ -32,21 +41,23 @@ class Published(NamedTuple):
 
     layouts: tuple[Callable[[Path], Path], ...]
     file: str
-    faults: dict[str, list[str]]
     text: str
     rules: list[str]
-    replies: list[str]
-    printed: dict[str, str]
+    faults: Mapping[str, list[str]] = MappingProxyType({})
+    replies: Sequence[str] = ()
+    printed: Mapping[str, str] = MappingProxyType({})
     n_alone: int = 0
 
 
 LEFT_OUT = {"missing-video", "bad-row", "policy", "no-answer"}
 GIVEN = "Answer with the option's letter from the given choices directly."
 UIDS = egoschema.UIDS
-EGO_LAYOUTS = (egoschema.write_authors, partial(egoschema.write_hub, ego4d=True))
-EGO_TEXT = (
-    f"{egoschema.question_of(UIDS[0])}\n"
-    f"A. C cooks.\nB. C cleans. It shines.\nC. C reads.\nD. C paints.\nE. C sleeps.\n{GIVEN}"
+EGOSCHEMA = Published(
+    layouts=(egoschema.write_authors, partial(egoschema.write_hub, ego4d=True)),
+    file="questions.json",
+    text=f"{egoschema.question_of(UIDS[0])}\n"
+    f"A. C cooks.\nB. C cleans. It shines.\nC. C reads.\nD. C paints.\nE. C sleeps.\n{GIVEN}",
+    rules=["16 egoschema questions", "1024 egoschema questions"],
 )
 PUBLISHED = {
     "longvideobench": Published(
@@ -89,11 +100,8 @@ PUBLISHED = {
     "mlvu-test": Published(
         layouts=(mlvu.write_mlvu_test, mlvu.write_repacked_test),
         file="test-ground-truth/test_mcq_gt.json",
-        faults={},
         text="What colour?\n(A) Fighting\n(B) Shoplifting\n(C) Arrest\n(D) Normal\n(E) Shooting\n(F) Vandalism\n",
         rules=["16 extract-mcq-answer task_type", "16 mlvu-0.5 task_type"],
-        replies=["B", "F", "A"],
-        printed={},
     ),
     "mvbench": Published(
         layouts=(mvbench.write_main, mvbench.write_revision_video),
@@ -118,21 +126,9 @@ PUBLISHED = {
         },
         n_alone=1,
     ),
-    "egoschema": Published(
-        layouts=EGO_LAYOUTS,
-        file="questions.json",
-        faults={"missing-video": [egoschema.GONE], "repeated-candidate": [UIDS[2]]},
-        text=EGO_TEXT,
-        rules=["16 egoschema questions", "1024 egoschema questions"],
-        replies=[],
-        printed={},
-    ),
-    "egoschema-subset": Published(
-        layouts=EGO_LAYOUTS,
-        file="questions.json",
+    "egoschema": EGOSCHEMA._replace(faults={"missing-video": [egoschema.GONE], "repeated-candidate": [UIDS[2]]}),
+    "egoschema-subset": EGOSCHEMA._replace(
         faults={"repeated-candidate": [UIDS[2]], "answer-no-candidate": [UIDS[3]]},
-        text=EGO_TEXT,
-        rules=["16 egoschema questions", "1024 egoschema questions"],
         replies=["(D) C paints.", "", "A"],  # a draw is 1/5; no option is right of the third
         printed={"EgoSchema subset": "40.0"},
     ),
@@ -306,3 +302,101 @@ def test_without_the_published_answers_there_is_no_subset_of_egoschema(load, tmp
         with pytest.raises(UsageError, match=why):
             BENCHMARKS[name].load(tmp_path)
         answers.write_text("[1]") if name == "egoschema" else None
+
+
+MVBENCH = BENCHMARKS["mvbench"]
+STAR, TVQA = "video/star/Charades_v1_480/-B1CD.mp4", f"video/tvqa/frames_fps3_hq/{mvbench.FRAMES}"
+
+
+def test_an_id_carries_the_folder_and_a_clips_bounds_and_clips_of_one_file_are_one_cluster(load):
+    items = by_id(load("mvbench")[1])
+    assert {name: item.video_id for name, item in items.items()} == {
+        "action_sequence-0": f"{STAR}#t=1.5,9",
+        "action_sequence-1": f"{STAR}#t=2,9",
+        "action_prediction-0": f"{STAR}#t=1.5,9",
+        "action_prediction-1": f"{STAR}#t=0,6.333333333333333",
+        "action_antonym-0": "video/ssv2_video/166583.webm",
+        **dict.fromkeys(["action_count-0", "action_count-1"], "video/perception/videos/video_1.mp4"),
+        **{f"counterfactual_inference-{i}": "video/clevrer/video_validation/video_1.mp4" for i in range(3)},
+        **{f"object_existence-{i}": "video/data0613/clevrer/video_validation/video_13.mp4" for i in range(2)},
+        "episodic_reasoning-0": f"{TVQA}#t=0,4",
+        "episodic_reasoning-1": f"{TVQA}#t=4.1,99",
+    }
+
+    clusters = Counter(item.cluster for item in items.values())
+    assert clusters["star/Charades_v1_480/-B1CD"] == 4 and clusters[f"tvqa/frames_fps3_hq/{mvbench.FRAMES}"] == 2
+    assert clusters["clevrer/video_validation/video_1"] == 3 and clusters["perception/videos/video_1"] == 2
+    assert items["action_prediction-1"].answer == 0  # of two options that are alike the first
+
+
+def test_a_clip_has_the_published_frames_of_its_file_or_of_its_folder(load):
+    """Of a folder from round(3 start), at least 1, to round(3 end), as jobs.prune is told to take them."""
+    data, loaded = load("mvbench")
+    items = by_id(loaded)
+    for name, frames in (
+        ("action_sequence-0", range(6, 36)),  # four a second
+        ("action_sequence-1", range(8, 36)),
+        ("episodic_reasoning-0", range(1, 13)),
+        ("episodic_reasoning-1", range(12, 31)),
+    ):
+        (told,) = items[name].make_manifest_rows(data)
+        clip = {bound: told.get(bound) for bound in ("start_s", "end_s")}
+        decoded = decode_video(DecodeRequest(told["uri"], Sampling(len(frames)), KeepSize(), **clip))
+        assert numbers(decoded.frames) == list(frames)
+    assert items["action_sequence-0"].make_manifest_rows(Path("/d")) == [
+        {"video_id": f"{STAR}#t=1.5,9", "uri": f"/d/{STAR}", "start_s": 1.5, "end_s": 9.0}
+    ]
+
+
+def test_results_of_both_layouts_never_share_a_place(load, tmp_path):
+    """The questions have the same ids, and are about other videos."""
+    given = {"benchmark": "mvbench", "out": str(tmp_path / "r"), "method": ["none"], "draws": 100}
+    main, revision = (EvaluateConfig(data=str(load("mvbench", layout)[0]), **given) for layout in (0, 1))
+    commit_replies(prepare(main, QUIET))
+    with pytest.raises(QuestionsChanged, match="have changed"):
+        evaluate(revision, QUIET)
+    assert evaluate(main, QUIET).table.original.tally.n_failed == 0
+
+
+def test_tasks_without_a_question_are_said(load):
+    loaded = load("mvbench")[1]
+    lines = list(describe_data(loaded, MVBENCH))
+    assert lines[0] == "MVBench: 14 questions to ask; 17 annotated of 4,000 in the whole benchmark"
+    assert lines[1].startswith("note: no question of fine_grained_action, unexpected_action, ")
+    assert lines[1].endswith("the score is the mean over 7 of the 20, and not the published one")
+    whole = replace(loaded, items=[replace(loaded.items[0], splits={"task": t}) for t in MVBENCH.splits[0].parts])
+    assert "no question of" not in "".join(describe_data(whole, MVBENCH))
+
+
+def faults_about(data, task):
+    return [fault for fault in MVBENCH.load(data).faults if task in (fault.question_id or "")]
+
+
+def test_a_folder_of_frames_without_frames_is_missing(tmp_path):
+    mvbench.write_main(tmp_path)
+    for path in (tmp_path / TVQA).iterdir():
+        path.unlink()
+    faults = faults_about(tmp_path, "episodic_reasoning")
+    assert [fault.kind for fault in faults] == ["missing-video"] * 2
+    assert f"the folder {TVQA!r} holds no frames (00001.jpg and so on)" in faults[0].message
+
+
+def test_annotations_of_another_task_or_form_are_no_questions_and_bounds_are_seconds(tmp_path):
+    file = mvbench.write_main(tmp_path) / "json" / "action_antonym.json"
+    (row,) = json.loads(file.read_text())
+    file.write_text(json.dumps([row | {"start": start} for start in ("1.5", -1, True, float("nan"))]))
+    faults = faults_about(tmp_path, "action_antonym")
+    assert [fault.kind for fault in faults] == ["bad-row"] * 4
+    assert all("start must be seconds, 0 or more" in fault.message for fault in faults)
+    file = file.with_name("summary.json")
+    file.write_text(json.dumps([row]))
+    assert "task must be one of action_sequence" in MVBENCH.load(tmp_path).faults[-1].message
+    for text, why in (('{"a": 1}', "expected a JSON list of objects; fetch it again"), ("version https:", "not JSON")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=rf"summary\.json: cannot be read: {why}"):
+            MVBENCH.load(tmp_path)
+
+
+def test_either_bound_of_a_clip_may_lack():
+    ids = {(None, 9.0): "v#t=,9", (2.0, None): "v#t=2", (None, None): "v"}
+    assert {bounds: make_clip_id("v", *bounds) for bounds in ids} == ids

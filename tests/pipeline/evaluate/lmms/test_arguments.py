@@ -54,20 +54,13 @@ def test_system_text_and_times_are_those_of_lmms_evals_own_classes_unless_said(m
         ({"cache": 7, "answers": "a"}, "cache must be text, and lmms-eval made 7 of it: write a path as ./7"),
         ({**PLACES, "batch_size": "many"}, "batch_size must be a whole number, got 'many'"),
         ({**PLACES, "missing": "skip"}, "missing must be error or empty, got 'skip'"),
+        ({**PLACES, "method": "gstep"}, "--pruner gstep needs --retention-ratio.*--pruner is method="),
+        ({**PLACES, "positions": "odd"}, "--positions must be one of"),
     ],
 )
-def test_what_cannot_be_is_refused(given, why):
-    with pytest.raises(UsageError, match=why):
-        ModelArguments.read(given)
-
-
-def test_errors_of_jobs_generate_say_what_its_flags_are_here():
-    for given, why in (
-        ({"method": "gstep"}, "--pruner gstep needs --retention-ratio.*--pruner is method="),
-        ({"positions": "odd"}, "--positions must be one of"),
-    ):
-        with pytest.raises(UsageError, match=why), explain_flags():
-            ModelArguments.read({**PLACES, **given}).config(HELD)
+def test_what_cannot_be_is_refused_and_errors_of_jobs_generate_say_what_its_flags_are_here(given, why):
+    with pytest.raises(UsageError, match=why), explain_flags():
+        ModelArguments.read(given).config(HELD)
 
 
 def test_another_cache_is_told_by_its_fingerprint():

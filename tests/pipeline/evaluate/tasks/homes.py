@@ -4,8 +4,6 @@ Each ``write_`` function adds one task: its videos, its annotations with the col
 where it says so, rows that cannot be asked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,28 +13,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.builders.clips import write_jpegs
+from tests.pipeline.evaluate.layouts import schema_of, write_table
 from tests.pipeline.evaluate.videomme import write_moving
 
 Rows = list[dict[str, Any]]
 
 
-def _schema(texts: str, **others: pa.DataType) -> pa.Schema:
-    return pa.schema([*others.items(), *((name, pa.string()) for name in texts.split())])
-
-
 _SEGMENT = pa.struct([("path", pa.string()), ("start", pa.float64()), ("end", pa.float64())])
-CHARADES = _schema("video caption", timestamp=pa.list_(pa.float64()))
-VSIBENCH = _schema(
+CHARADES = schema_of("video caption", timestamp=pa.list_(pa.float64()))
+VSIBENCH = schema_of(
     "dataset scene_name question_type question ground_truth", id=pa.int64(), options=pa.list_(pa.string())
 )
-TEMPCOMPASS = _schema("video_id question answer dim")
-MMSI = _schema(
+TEMPCOMPASS = schema_of("video_id question answer dim")
+MMSI = schema_of(
     "type system_prompt task_prompt user_prompt format_prompt ground_truth",
     **{"id": pa.int64(), "video_list": pa.list_(_SEGMENT), "ref_images": pa.list_(pa.string())},
 )
-NEXTQA = _schema("question type a0 a1 a2 a3 a4", video=pa.int64(), answer=pa.int64(), qid=pa.int64())
-CAPTIONING = _schema("video_id question answer dim mc_question mc_answer")
-TEMPORALBENCH = _schema("idx dataset video_name question GT category")
+CAPTIONING = schema_of("video_id question answer dim mc_question mc_answer")
 MULTIPLE_CHOICE = (
     *("object_rel_direction_easy", "object_rel_direction_medium", "object_rel_direction_hard"),
     *("object_rel_distance", "route_planning", "obj_appearance_order"),
@@ -49,8 +42,7 @@ OUTSIDE = "outside.mp4"
 def write_annotations(home: Path, task: str, rows: Rows, schema: pa.Schema) -> Path:
     """Write the rows of a task where they replace those of the hub."""
     path = home / "annotations" / f"{task}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    write_table(path, rows, schema)
     return path
 
 
@@ -87,7 +79,9 @@ def write_charades(home: Path, *, n_videos: int = 4, faults: bool = True) -> Row
             {"video": rows[0]["video"], "caption": "person runs", "timestamp": None},
             {"video": f"../../../{OUTSIDE}", "caption": "person stands up", "timestamp": [0.0, 1.0]},
         ]
-    write_annotations(home, "temporal_grounding_charades", rows, CHARADES)
+    write_annotations(
+        home, "temporal_grounding_charades", rows, schema_of("video caption", timestamp=pa.list_(pa.float64()))
+    )
     return rows
 
 
@@ -182,7 +176,8 @@ def write_nextqa(home: Path, count: int = 12) -> Rows:
         }
         for number in range(count)
     ]
-    write_annotations(home, "nextqa_mc_test", rows, NEXTQA)
+    schema = schema_of("question type a0 a1 a2 a3 a4", **dict.fromkeys(("video", "answer", "qid"), pa.int64()))
+    write_annotations(home, "nextqa_mc_test", rows, schema)
     return rows
 
 
@@ -192,7 +187,9 @@ def write_captioning(home: Path) -> Rows:
     choices = "Where does the square go?\nA. left\nB. right"
     row = {"video_id": "1", "question": "Describe the video.", "answer": "it goes right", "dim": "direction"}
     rows: Rows = [{**row, "mc_question": choices, "mc_answer": "B. right"}]
-    write_annotations(home, "tempcompass_captioning", rows, CAPTIONING)
+    write_annotations(
+        home, "tempcompass_captioning", rows, schema_of("video_id question answer dim mc_question mc_answer")
+    )
     return rows
 
 
@@ -206,5 +203,5 @@ def write_temporalbench(home: Path, *, n_videos: int = 3) -> Rows:
             text = f"Which is right, {number}.{ask}?\nA. The square moves.\nB. The square rests.\nAnswer A or B."
             row = {"idx": f"{number}_{ask}", "dataset": "Charades", "video_name": video, "category": "Action Order"}
             rows.append({**row, "question": text, "GT": "AB"[number * ask % 2]})
-    write_annotations(home, "temporalbench_short_qa", rows, TEMPORALBENCH)
+    write_annotations(home, "temporalbench_short_qa", rows, schema_of("idx dataset video_name question GT category"))
     return rows

@@ -1,7 +1,5 @@
 """A task of lmms-eval as a benchmark, without lmms-eval: its process is a stand-in."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 
 from jobs import evaluate
@@ -22,11 +19,10 @@ from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, make_score_mat
 from pipeline.evaluate.tabulate import ScoredBenchmark
 from pipeline.evaluate.tasks import child, process
 from pipeline.evaluate.tasks.process import DescribedTask, TaskDocument, TaskProcess
-from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.storage.stores import LocalStore
 from tests.builders.runs import run_here
 from tests.interpreter import run_python
-from tests.pipeline.evaluate.layouts import faulty
+from tests.pipeline.evaluate.layouts import answers_of, faulty
 from tests.pipeline.evaluate.score_tables import score_rows, score_table
 
 SETTINGS = {"max_new_tokens": 16, "temperature": 0, "until": ["\n\n", "###"]}
@@ -144,15 +140,8 @@ def scores_by(home, scorer, *replies, dims="xx"):
     """The task's numbers and the scores of replies to the questions 0, 1, ... of both arms; None failed."""
     documents = [document(home, "t/b.mp4", number, dim=dims[number % 2]) for number in range(len(replies))]
     task = opened(*documents, scorer=scorer)
-    common = {"prompt": "p", "run_id": "r", "attempts": 1, "video_ids": ["v"]}
-    failed = {"status": "failed", "error_class": "io", "error_message": "why"}
-    rows = [
-        {**common, "question_id": str(number), "pruning": label}
-        | (failed if reply is None else {"status": "ok", "answer": reply})
-        for label in ARMS
-        for number, reply in enumerate(replies)
-    ]
-    selected = AnsweredItems.select(task.load(home).items, ARMS, pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA))
+    answers = answers_of({str(number): reply for number, reply in enumerate(replies)}, ARMS)
+    selected = AnsweredItems.select(task.load(home).items, ARMS, answers)
     own = task.score_replies(selected.items, selected.replies(task.protocol()), task.protocol())
     return own, make_score_table(selected, task.protocol(), own).to_pylist()
 

@@ -1,7 +1,5 @@
 """The number of a task is a mean over documents only where it is one for every mixture of replies."""
 
-from __future__ import annotations
-
 import random
 from statistics import fmean, median
 

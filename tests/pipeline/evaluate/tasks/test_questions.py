@@ -1,10 +1,13 @@
-"""generation_kwargs of tasks, what becomes of a reply, and which cached video a document names; without lmms-eval."""
+"""Tasks without lmms-eval: how they ask, what becomes of a reply, which video is named, and how far they fit."""
 
 import json
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
 from pipeline.errors import UsageError
+from pipeline.evaluate.tasks import survey
+from pipeline.evaluate.tasks.process import render_tasks
 from pipeline.evaluate.tasks.questions import (
     MAX_NEW_TOKENS,
     CachedIds,
@@ -13,6 +16,8 @@ from pipeline.evaluate.tasks.questions import (
     make_question,
     make_unique,
 )
+from pipeline.evaluate.tasks.survey import TaskFit, judge_task
+from tests.pipeline.pages import shown
 
 STOCK = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False, "until": ["\n\n"]}
 
@@ -33,7 +38,6 @@ def test_a_question_has_the_prompt_as_it_came_and_the_settings_of_its_task():
     ("settings", "drawn"),
     [
         ({}, None),
-        ({"temperature": 0.7, "do_sample": False}, None),
         ({"temperature": 0.7, "do_sample": False}, None),
         ({"temperature": 0.7}, (0.7, 1.0, 0)),
         ({"do_sample": True, "top_p": 0.9, "top_k": 5}, (1.0, 0.9, 5)),
@@ -81,12 +85,9 @@ def test_settings_and_documents_that_are_not_understood_are_refused(why):
     ],
     ids=["VideoMME", "LongVideoBench", "MLVU", "MVBench"],
 )
-def test_what_a_document_calls_its_video(doc, key):
+def test_what_a_document_calls_its_video_and_another_task_says_how(doc, key):
     assert find_video_key(doc, folder="clevrer/video_validation" if "video" in doc else None) == key
-
-
-def test_other_tasks_say_how():
-    assert find_video_key({"clip": "x", "part": 3}, "{part}/{clip}.mp4") == "3/x.mp4"
+    assert find_video_key({**doc, "clip": "x", "part": 3}, "{part}/{clip}.mp4") == "3/x.mp4"
 
 
 @pytest.mark.parametrize(
@@ -114,3 +115,116 @@ def test_one_that_failed_is_told():
 def test_ids_are_unique_where_a_question_repeats_or_its_name_ends_like_a_repeated_one():
     assert make_unique(["a", "b", "a", "a"]) == ["a", "b", "a#1", "a#2"]
     assert make_unique(["a#1", "a", "a", "a#1"]) == ["a#1", "a", "a#2", "a#1#1"]
+
+
+MODULE = """
+import json
+import os
+import requests
+from functools import partial
+
+
+class Client:
+    def ask(self, text):
+        return requests.post("https://judge", data=text)
+
+
+def ask_judge(text):
+    for _ in range(3):
+        return Client().ask(text)
+
+
+def shows_video(doc):
+    return [os.path.join("videos", doc["id"] + ".mp4")]
+
+
+def shows_frames(doc):
+    from decord import VideoReader
+
+    return VideoReader(doc["video"]) if doc.get("long") else [doc["video"]]
+
+
+def shows_image(doc):
+    return [doc["image"].convert("RGB")]
+
+
+def matches(doc, results):
+    return {"accuracy": float(results[0] == doc["answer"])}
+
+
+def asks_always(doc, results):
+    return {"accuracy": ask_judge(results[0])}
+
+
+asks_by_partial = partial(asks_always, results=[""])
+
+def asks_sometimes(doc, results):
+    if results[0] in "ABCD":
+        return matches(doc, results)
+    else:
+        rating = ask_judge(results[0])
+    return {"accuracy": rating}
+
+
+def mean(results):
+    return sum(results) / len(results)
+
+
+def judged_mean(results, *, model):
+    return ask_judge(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    """The module, imported as lmms-eval imports those of tasks, from a folder of its name."""
+    file = tmp_path_factory.mktemp("lmms_eval") / "utils.py"
+    file.write_text(MODULE)
+    spec = spec_from_file_location("utils", file)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def config_of(module, shows="shows_video", rule="matches", means=("mean",), **more):
+    metrics = [{"metric": f"m{number}", "aggregation": getattr(module, name)} for number, name in enumerate(means)]
+    functions = {"doc_to_visual": getattr(module, shows), "process_results": getattr(module, rule)}
+    return {**functions, "metric_list": metrics, "output_type": "generate_until", **more}
+
+
+@pytest.mark.parametrize(
+    ("config", "fit", "reason"),
+    [
+        ({}, survey.FITS, ""),
+        ({"rule": "asks_always"}, survey.NEEDS_JUDGE, "every reply to requests"),
+        ({"rule": "asks_sometimes"}, survey.IN_PART, "do not decide are for requests"),
+        ({"means": ("judged_mean", "mean")}, survey.NEEDS_JUDGE, "m0 is made by a judge"),
+        ({"means": ("mean", "judged_mean")}, survey.IN_PART, "not m1"),
+        ({"shows": "shows_frames"}, survey.UNKNOWN, "VideoReader, decord"),
+        ({"output_type": "loglikelihood"}, survey.UNFIT, "its output_type is loglikelihood"),
+        ({"num_fewshot": 2}, survey.UNFIT, "examples"),
+        ({"repeats": 5}, survey.UNFIT, "5 times"),
+        ({"class": object}, survey.UNFIT, "class of its own"),
+        ({"rule": "asks_by_partial"}, survey.NEEDS_JUDGE, "every reply to requests"),
+        ({"shows": "shows_image", "dataset_kwargs": {"video": True}}, survey.UNKNOWN, "convert"),
+    ],
+)
+def test_a_task_is_judged_by_its_settings_and_code(module, config, fit, reason):
+    judged = judge_task(config_of(module, **config))
+    assert judged[0] == fit and reason in judged[1]
+
+
+def test_a_task_about_images_alone_is_none_of_the_list(module):
+    assert judge_task(config_of(module, shows="shows_image")) is None
+
+
+def test_every_name_is_in_the_list_and_tasks_that_fail_alike_share_a_row():
+    tasks = [
+        TaskFit("b_two", "b", survey.FITS, "", ["acc"]),
+        TaskFit("b_one", "b", survey.FITS, "", ["acc", "f1"]),
+        TaskFit("c", "c/d", survey.NEEDS_JUDGE, "its rule sends every reply to openai", ["score"]),
+    ]
+    lines = shown(render_tasks(tasks)).splitlines()
+    assert lines[0].startswith("3 tasks about videos: 2 fits, 1 needs a judge")
+    assert any(line.split() == ["b", "b_one", "b_two", "acc"] for line in lines)
+    assert any(line.split()[:3] == ["c/d", "c", "score"] and "openai" in line for line in lines)
