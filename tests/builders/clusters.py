@@ -88,6 +88,22 @@ def growing_ray(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], li
 
 
 @contextmanager
+def more_nodes(add_node: Callable[..., Any], *nodes: dict[str, Any]) -> Iterator[list[str]]:
+    """Add nodes to a cluster for a while, and yield their ids. They may be lost meanwhile."""
+    added = [add_node(**node) for node in nodes]
+    ids = [node.node_id for node in added]
+    try:
+        yield ids
+    finally:
+        for node in added:
+            node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+        wait_until(
+            lambda: not any(node["Alive"] for node in ray.nodes() if node["NodeID"] in ids),
+            "the end of the added nodes",
+        )
+
+
+@contextmanager
 def _environment_of_nodes() -> Iterator[None]:
     """Name the folders and the server that forks workers to the nodes that are started in this context."""
     private = {name: value for name, value in environment().items() if name.startswith(("RAY_", "HOME", "PYTHONPATH"))}

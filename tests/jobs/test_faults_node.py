@@ -33,7 +33,7 @@ from pipeline.runner import execution, stream, watchdog
 from pipeline.runner.stages import end_workers
 from pipeline.runner.worker_reports import WorkerReport, run_heartbeats
 from tests.builders.archives import write_tar
-from tests.builders.clusters import growing_ray, hold_cpu, ray_here
+from tests.builders.clusters import growing_ray, hold_cpu, more_nodes
 from tests.builders.runs import assert_complete, environment, raylets, run_here, said_by
 from tests.jobs.faults import Driver, calls, files, tiny_videos
 from tests.jobs.hostile import let_through
@@ -43,6 +43,31 @@ pytestmark = pytest.mark.slow
 
 SLOW = "tests.jobs.hostile:SlowDecoder"
 FREE_BYTES = 2**18  # of a box of the file format that holds nothing
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch):
+    """Let the runs in this process look at their workers and nodes each second, whatever may take a minute."""
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 1.0)
+
+
+#: A node whose object store holds a few videos' frames, with a disk that counts as full from the start.
+FULL = {
+    "num_cpus": 4,
+    "object_store_memory": 75 * 2**20,
+    "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"},
+}
+#: The head of tests in which other nodes come and go; it stays.
+SMALL = {"num_cpus": 1, "object_store_memory": 2**29}
+#: For tests on one node: what small videos need in memory fits it, so that its disk matters to one of them alone.
+on_the_only_node = pytest.mark.parametrize("head", [FULL], indirect=True, ids=["only node"])
+
+
+@pytest.fixture(scope="module")
+def head(request):
+    """A function that adds a node to the cluster, and the id of its head."""
+    with growing_ray(getattr(request, "param", SMALL)) as (add_node, (node,)):
+        yield add_node, node
 
 
 def _run_that_loses_a_node(cache: Path, argv: list[str], once_lost: Callable[[], object] = lambda: None) -> str:
@@ -67,7 +92,7 @@ def _run_that_loses_a_node(cache: Path, argv: list[str], once_lost: Callable[[],
     return said
 
 
-def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
+def test_a_run_that_takes_every_cpu_goes_on_without_a_node(head, tmp_path):
     """The default plan: no worker of the lost node finds room on the other one.
 
     Which workers were there is Ray's choice. Where those that are left have no more to come, it ends them and starts
@@ -80,7 +105,7 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     cache = tmp_path / "c"
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2"]
     argv += ["--decoder", "tests.jobs.hostile:StuckDecoder", "--decode-workers", "3"]
-    with ray_here({"num_cpus": stays}, {"num_cpus": goes}):
+    with more_nodes(head[0], {"num_cpus": goes}):
         said = _run_that_loses_a_node(cache, argv, lambda: let_through(tmp_path / "videos", 44))
     assert_complete(cache, ids)
     assert len(re.findall(r"note: node \S+ \w{6} was lost.*?\. The videos that it had in hand run again", said)) == 1
@@ -90,7 +115,7 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     assert record["resources"]["cluster"]["CPU"] == (stays if anew else stays + goes)
 
 
-def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
+def test_a_node_is_lost_while_tars_are_found(head, tmp_path, monkeypatch):
     """What is left is planned anew once the last tar has its index, for which the run waits."""
     names = tiny_videos(tmp_path / "videos", 30)
     (tmp_path / "tars").mkdir()
@@ -114,7 +139,7 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(Todo, "wait_for_all", waited)
     cache = tmp_path / "c"
     argv = [str(tmp_path / "tars"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
-    with ray_here({"num_cpus": 1}, {"num_cpus": 2}):
+    with more_nodes(head[0], {"num_cpus": 2}):
         said = _run_that_loses_a_node(cache, [*argv, "--flush-seconds", "1"])
     assert gate.is_set() and "note: nodes were lost and nothing moves. Rescheduling " in said
     assert_complete(cache, ids)
@@ -122,7 +147,7 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
     assert record["resources"]["cluster"]["CPU"] == 1 and record["videos"] == len(ids)
 
 
-def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp_path):
+def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(head, tmp_path):
     """One of the first nodes is lost once what was left has been planned for all. Until then there is long to go."""
     ids = tiny_videos(tmp_path / "videos", 100)
     for name in ids:
@@ -135,11 +160,11 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
         options = {"out": cache, "num_frames": 2, "decoder": "tests.jobs.hostile:PatientDecoder"}
         return pipeline.prune_videos(tmp_path / "videos", **options, progress=lambda at: notes.append(at.note))
 
-    with growing_ray({"num_cpus": 1}, {"num_cpus": 1}) as (add_node, _), ThreadPoolExecutor(1) as pool:
+    with more_nodes(head[0], {"num_cpus": 1}), ExitStack() as joined, ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)  # nodes are added by the main thread alone
         wait_until(lambda: files(cache, "videos"), "the first commit")
         wait_until(lambda: 2 in decoding_nodes(notes), "a line about workers on two nodes")
-        add_node(num_cpus=4)
+        joined.enter_context(more_nodes(head[0], {"num_cpus": 4}))
         wait_until(lambda: planned_cpus(cache) == 6, "a plan for six cores")
         before = len(files(cache, "videos"))
         wait_until(lambda: len(files(cache, "videos")) > before, "a commit by the new workers")
@@ -149,8 +174,8 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
         (tmp_path / "videos" / "quick").touch()
         assert running.result().n_ok == len(ids)
     assert any(note.startswith("note: nodes joined, which saves about ") for note in notes), notes
-    joined = re.compile(r"note: node \S+ \w{6} joined \(4 CPUs, 0 GPUs\) and has no workers yet")
-    assert any(map(joined.match, notes)), notes
+    came = re.compile(r"note: node \S+ \w{6} joined \(4 CPUs, 0 GPUs\) and has no workers yet")
+    assert any(map(came.match, notes)), notes
     assert decoding_nodes(notes)[:2] == [2, 3], notes  # one decoder a CPU, before and after
     assert_complete(cache, ids)
 
@@ -166,14 +191,6 @@ def planned_cpus(cache: Path) -> float:
     return record["resources"]["cluster"]["CPU"]
 
 
-#: A node whose object store holds a few videos' frames, with a disk that counts as full from the start.
-FULL = {
-    "num_cpus": 4,
-    "object_store_memory": 75 * 2**20,
-    "env_vars": {"RAY_local_fs_capacity_threshold": "0.0001"},
-}
-
-
 def _prune_large_frames(folder: Path, code: int = 0) -> tuple[list[str], str]:
     """Run jobs.prune on videos of 29 MB of frames each, which are decoded faster than they are pruned."""
     ids = tiny_videos(folder / "videos", 8)
@@ -182,10 +199,10 @@ def _prune_large_frames(folder: Path, code: int = 0) -> tuple[list[str], str]:
     return ids, said_by(prune, *argv, code=code)
 
 
-def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, monkeypatch):
+def test_a_node_with_a_full_disk_is_left_out_and_named(head, tmp_path, monkeypatch):
     """No decoder finds room on the other node before the first workers have ended: else it might do too many videos."""
-    nodes = {"num_cpus": 1, "object_store_memory": 2**29}, FULL
-    with ray_here(*nodes) as (other, full), ExitStack() as held:
+    add_node, other = head
+    with more_nodes(add_node, FULL) as (full,), ExitStack() as held:
         monkeypatch.setattr(stream, "end_workers", lambda: (end_workers(), held.close()))
         held.enter_context(hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False)))
         ids, said = _prune_large_frames(tmp_path)
@@ -226,13 +243,6 @@ def test_a_full_disk_on_which_no_worker_can_start_ends_the_run_with_its_folder(t
     assert record["status"] == "failed" and "the disk is full on" in record["error"]
 
 
-def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):
-    with ray_here(FULL):
-        _, said = _prune_large_frames(tmp_path, code=1)
-    assert "the disk is full on " in said and "/session_" in said and "then rerun the command" in said
-    assert "and no other node can run all stages. Free space on them, or start " in said
-
-
 OPTIONS = ["--num-frames", "2", "--decoder", "tests.jobs.hostile:MountedElsewhere", "--encode-workers", "1"]
 
 
@@ -270,10 +280,10 @@ def _run_until(
         return run_here(prune, argv)
 
 
-def test_what_fails_on_one_node_is_tried_again_on_the_others(tmp_path):
+def test_what_fails_on_one_node_is_tried_again_on_the_others(head, tmp_path):
     ids = tiny_videos(tmp_path / "videos", 28)
     cache = tmp_path / "c"
-    with ray_here({"num_cpus": 2}, {"num_cpus": 2, "env_vars": {"BAD_NODE": "1"}}):
+    with more_nodes(head[0], {"num_cpus": 2, "env_vars": {"BAD_NODE": "1"}}):
         argv = [str(tmp_path / "videos"), "--out", str(cache), *OPTIONS, "--decode-workers", "3"]
         done = _run_until(
             lambda report: any(t.n_failed for t in report.tallies["decode"].values()), tmp_path / "videos", argv
@@ -287,13 +297,8 @@ def test_what_fails_on_one_node_is_tried_again_on_the_others(tmp_path):
     assert record["summary"]["n_new_failed"] == 0
 
 
-@pytest.fixture(scope="module")
-def one_node():
-    with ray_here({"num_cpus": 5}):
-        yield
-
-
-def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node, tmp_path):
+@on_the_only_node
+def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(head, tmp_path):
     """One of four decoders, on the only node: what it does not get is done by the others.
 
     A second attempt would be made at the files, which are there.
@@ -312,7 +317,8 @@ def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node,
     assert len(record["out_of_service"]) == 1
 
 
-def test_a_run_in_which_all_videos_fail_alike_stops_with_the_remedy(one_node, tmp_path):
+@on_the_only_node
+def test_a_run_in_which_all_videos_fail_alike_stops_with_the_remedy(head, tmp_path):
     tiny_videos(tmp_path, 1)
     rows = [{"video_id": f"v{number}", "uri": "v000.mp4"} for number in range(400)]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -321,3 +327,10 @@ def test_a_run_in_which_all_videos_fail_alike_stops_with_the_remedy(one_node, tm
     assert " failed: " in said and "videos failed alike and all decode workers fail (io, v" in said
     assert said.endswith("check that it exists and can be read on every node, then --retry-failed")
     assert 50 < len(TokenCache(tmp_path / "c").failed) < len(rows)
+
+
+@on_the_only_node
+def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(head, tmp_path):
+    _, said = _prune_large_frames(tmp_path, code=1)
+    assert "the disk is full on " in said and "/session_" in said and "then rerun the command" in said
+    assert "and no other node can run all stages. Free space on them, or start " in said
