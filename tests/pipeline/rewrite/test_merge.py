@@ -1,4 +1,4 @@
-"""Caches made of others, merged or coded and pruned: the bits that a run would write; kills and changes harm nothing."""
+"""Caches made of others, merged, coded or pruned: the bits that a run would write; kills and changes harm nothing."""
 
 from __future__ import annotations
 
