@@ -284,7 +284,6 @@ def test_a_choice_that_begins_like_another_letter_is_its_text():
     assert [parse_letter(text, ["7", "b"]) for text in ("7", "b")] == [0, 1]
 
 
-MODE = AnswerMode(Decoding())
 NEAR = {
     "max_new_tokens": ("max_tokens", "max_completion_tokens", "max_gen_toks", "maxNewTokens", "max_new_tokn"),
     "temperature": ("TEMPERATURE", "temprature", "temperatures"),
@@ -327,13 +326,13 @@ REFUSED = [
 @pytest.mark.parametrize(("row", "message"), REFUSED)
 def test_names_nearly_those_of_columns_and_settings_of_other_tools_are_refused(row, message):
     with pytest.raises(QuestionsError) as error:
-        read_given_questions([{**GOOD, "question_id": 0}, row], MODE)
+        read_given_questions([{**GOOD, "question_id": 0}, row], WAY)
     assert "questions, row 1: " in str(error.value) and message in str(error.value)
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_columns_of_the_users_own_are_carried_along(name):
-    (carried,) = read_given_questions([{**GOOD, name: "x", "stop": 12.5}], MODE).to_pylist()
+    (carried,) = read_given_questions([{**GOOD, name: "x", "stop": 12.5}], WAY).to_pylist()
     assert carried[f"question_{name}" if name in ANSWER_SCHEMA.names else name] == "x"
     assert carried["stop"] == 12.5  # the time at which a part of a video stops is no setting
 
@@ -341,10 +340,10 @@ def test_columns_of_the_users_own_are_carried_along(name):
 def test_a_right_name_makes_near_ones_the_users_own():
     """A file may have the bare question beside the prompt, or the limit of another tool beside the one here."""
     row = {**GOOD, "max_new_tokens": 3, "max_tokens": 9, "choices": ["a", "b"], "option": "x", "question": "q"}
-    (read,) = read_given_questions([row], MODE).to_pylist()
+    (read,) = read_given_questions([row], WAY).to_pylist()
     assert (read["max_tokens"], read["option"], read["question"]) == (9, "x", "q")
     with pytest.raises(QuestionsError, match=r"row 1: no column max_tokens .* max_new_tokens"):  # row by row
-        read_given_questions([row, {**GOOD, "question_id": 2, "max_tokens": 9}], MODE)
+        read_given_questions([row, {**GOOD, "question_id": 2, "max_tokens": 9}], WAY)
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet", ".csv"])
@@ -352,13 +351,13 @@ def test_files_are_refused_with_the_row_and_empty_cells_are_no_columns(tmp_path,
     rows = [{**GOOD, "max_tokens": None, "note": "x"}, {**GOOD, "question_id": 2, "max_tokens": 5, "note": "y"}]
     path = str(write_questions(tmp_path / f"q{kind}", rows))
     with pytest.raises(QuestionsError, match=rf"q\{kind}, (line|row) \d: no column max_tokens is read"):
-        read_questions(path, MODE)
-    table = read_questions(path, MODE, limit=1)
+        read_questions(path, WAY)
+    table = read_questions(path, WAY, limit=1)
     assert table["note"].to_pylist() == ["x"]
     gaps = [{**GOOD, "Temperature": value} for value in (None, "", float("nan"), [])]
     for number, row in enumerate(gaps):
         (tmp_path / "g.jsonl").write_text(json.dumps({**row, "question_id": number}))
-        assert len(read_questions(str(tmp_path / "g.jsonl"), MODE)) == 1
+        assert len(read_questions(str(tmp_path / "g.jsonl"), WAY)) == 1
 
 
 BASE = {"question_id": 1, "video_id": "a"}
@@ -382,7 +381,7 @@ TALK = [user("Who is it?"), assistant("A dog."), user("What does it do?")]
 
 
 def read_row(messages, **more):
-    (row,) = read_given_questions([{**BASE, "messages": messages, **more}], MODE).to_pylist()
+    (row,) = read_given_questions([{**BASE, "messages": messages, **more}], WAY).to_pylist()
     return row
 
 
@@ -412,7 +411,7 @@ def test_every_kind_of_file_has_conversations_beside_prompts(tmp_path, kind):
     if kind == ".csv":
         with path.open() as file:
             assert json.loads(next(csv.DictReader(file))["messages"]) == TALK
-    table = read_questions(str(path), MODE)
+    table = read_questions(str(path), WAY)
     assert table["prompt"].to_pylist() == ["What does it do?", "Why?"]
     assert table["conversation"].to_pylist() == [read_row(TALK)["conversation"], None]
     assert "messages" not in table.column_names
@@ -424,7 +423,7 @@ def test_parts_in_parquet_have_nulls_for_what_others_have(tmp_path):
     messages = [user([text("Look:"), VIDEO]), assistant([text("A dog.")]), user([text("Why?")])]
     table = pa.table({"question_id": [1], "video_id": ["a"], "messages": pa.array([messages], kind)})
     pq.write_table(table, tmp_path / "q.parquet")
-    (row,) = read_questions(str(tmp_path / "q.parquet"), MODE).to_pylist()
+    (row,) = read_questions(str(tmp_path / "q.parquet"), WAY).to_pylist()
     assert load_messages(row["conversation"]) == messages
 
 
@@ -454,7 +453,7 @@ def test_parts_in_parquet_have_nulls_for_what_others_have(tmp_path):
 )
 def test_what_is_wrong_with_messages_is_said_with_row_and_message(messages, message):
     with pytest.raises(QuestionsError) as error:
-        read_given_questions([{**BASE, "question_id": 0, "messages": TALK}, {**BASE, "messages": messages}], MODE)
+        read_given_questions([{**BASE, "question_id": 0, "messages": TALK}, {**BASE, "messages": messages}], WAY)
     assert str(error.value).startswith("questions, row 1: ") and message in str(error.value)
 
 

@@ -30,15 +30,9 @@ from pipeline.inspect.page import render_video_page
 from pipeline.storage.s3 import Objects
 from tests.builders.answers import write_questions
 from tests.builders.clips import SAMPLES
-from tests.builders.manifests import ids, read_manifest, rows
+from tests.builders.manifests import ids, read_manifest, rows, touch
 from tests.builders.stores import S3Server
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
-
-
-def touch(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"x")
-    return path
 
 
 def test_ids_are_paths_relative_to_the_folder_or_to_the_literal_prefix_of_a_glob(tmp_path):
@@ -190,9 +184,10 @@ def test_a_folder_of_frames_is_a_video_where_a_manifest_names_it_and_nowhere_els
 
 
 @pytest.mark.parametrize("end", [-1, 0])
-def test_parts_know_where_their_rows_stand(tmp_path, end):
+def test_parts_know_where_their_rows_stand(tmp_path, monkeypatch, end):
     """The last row is wrong, and the last of a part, or the first of the next one."""
-    lines, n_rows = 2**13 + end, 2**16 + end
+    monkeypatch.setattr("pipeline.inputs.tables._PART_ROWS", 2**7)  # and 2**4 lines
+    lines, n_rows = 2**4 + end, 2**7 + end
     bad = {"video_id": "bad", "uri": " "}
     path = write_questions(tmp_path / "m.jsonl", [*({"video_id": f"v{i}", "uri": "a.mp4"} for i in range(lines)), bad])
     table = pa.table({"video_id": [*map(str, range(n_rows)), "bad"], "uri": ["a.mp4"] * n_rows + [" "]})
@@ -438,8 +433,7 @@ def test_an_empty_column_of_numbers_needs_no_look_at_each_row():
 def places(tmp_path):
     """Files inside of the folder ``in`` and outside, links between them, and tars."""
     for name in ("in/sub/a.mp4", "in/a#1.mp4", "in2/a.mp4", "out/a.mp4"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"x")
+        touch(tmp_path / name)
     (tmp_path / "in" / "link.mp4").symlink_to(tmp_path / "out" / "a.mp4")
     (tmp_path / "in" / "folder").symlink_to(tmp_path / "out")
     (tmp_path / "link").symlink_to(tmp_path / "in")

@@ -25,7 +25,7 @@ from pipeline.inputs.video_list import VideoList
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.builders.archives import BLOCK, ended, member, pax, renumbered, write_tar
-from tests.builders.manifests import contents, ids, read_manifest, rows
+from tests.builders.manifests import contents, ids, read_manifest, rows, touch
 
 CLIPS = ArchiveOptions(clips_from=("start", "end"))
 
@@ -331,8 +331,7 @@ def test_archives_beside_videos_and_other_files_are_counted_and_a_pattern_takes_
 
 def test_a_folder_that_cannot_be_read_is_counted_or_refused_and_never_passed_over(tmp_path, monkeypatch):
     for name in ("a/a.mp4", "b/b.mp4", "b/c/c.mp4"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+        touch(tmp_path / name)
     scandir, number = os.scandir, errno.EACCES
 
     def failing(path):

@@ -26,7 +26,7 @@ from pipeline.keys import hash_mark
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.builders.archives import write_doubled_tars, write_tar, write_tars
-from tests.builders.manifests import NOWHERE, CountingTar, ids, list_for_run, read_manifest
+from tests.builders.manifests import NOWHERE, CountingTar, ids, list_for_run, read_manifest, touch
 from tests.builders.stores import SECRET
 from tests.waiting import wait_until
 
@@ -82,8 +82,7 @@ def test_the_archives_that_wait_are_those_of_the_table_on_the_page(tars, tmp_pat
     [*list_for_run(tars, tmp_path).read_unindexed()]
     (tmp_path / "2.tar").rename(tars / "2.tar")
     write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
-    (tmp_path / "y").mkdir()
-    (tmp_path / "y" / "y.mp4").write_bytes(b"y")
+    touch(tmp_path / "y" / "y.mp4")
     lines = []
     indexes = Indexes(store=LocalStore(tmp_path / "cache"), keeps=True, say=lines.append)
     names = [str(tars), str(tmp_path / "y")] if beside else [str(tars)]
@@ -174,8 +173,7 @@ def test_what_an_archive_leaves_out_is_counted_once_its_videos_are_listed(tmp_pa
 
 def test_archives_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tmp_path):
     (tmp_path / "x").mkdir()
-    (tmp_path / "y").mkdir()
-    (tmp_path / "y" / "y.mp4").write_bytes(b"y")
+    touch(tmp_path / "y" / "y.mp4")
     again = str(write_tar(tmp_path / "x" / "0.tar", {"z.mp4": b"z"}))
     for place, count in ((tars / "0.tar", 3), ([str(tars), again], 7), ([str(tars), str(tmp_path / "y")], 7)):
         videos = list_for_run(place, tmp_path)
@@ -429,8 +427,7 @@ def test_a_pattern_may_be_longer_than_a_file_s_name(tmp_path, monkeypatch):
 
 def test_several_names_are_listed_one_after_the_other_and_ids_are_unique_over_them(tmp_path):
     for name in ("a/x.mp4", "a/y.mp4", "b/z.mp4", "c1.mp4", "c2.mp4", "d/x.mp4"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+        touch(tmp_path / name)
     named = [f"{tmp_path}/b", f"{tmp_path}/a/*.mp4", f"{tmp_path}/c{{2,1}}.mp4"]
     assert read_manifest(named)["video_id"].to_pylist() == ["z.mp4", "x.mp4", "y.mp4", "c2.mp4", "c1.mp4"]
     with pytest.raises(ManifestError, match=r"no such folder.*"):

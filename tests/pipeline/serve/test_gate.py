@@ -127,12 +127,17 @@ def test_the_key_is_asked_for_whatever_the_route(cache, monkeypatch):
     assert opened == [200, 200] and websocket == [{"type": "websocket.close", "code": 1008}]
 
 
-@pytest.mark.parametrize("key", [None, " \n"])
-def test_a_server_that_needs_a_key_does_not_start_without_one(cache, monkeypatch, key):
-    """A printed command may run where the variable is not set."""
+@pytest.fixture(params=[None, " \n"])
+def no_key(request, monkeypatch):
+    """An environment without a key, or with one that is blank."""
     monkeypatch.delenv(KEY, raising=False)
-    if key is not None:
-        monkeypatch.setenv(KEY, key)
+    if request.param is not None:
+        monkeypatch.setenv(KEY, request.param)
+
+
+@pytest.mark.usefixtures("no_key")
+def test_a_server_that_needs_a_key_does_not_start_without_one(cache):
+    """A printed command may run where the variable is not set."""
     for served in (cache, None):
         with pytest.raises(UsageError, match=f"it has no key. Set {KEY}"):
             with_server(served, Server.ended, needs_key=True)
@@ -229,12 +234,9 @@ def test_an_address_that_is_taken_or_none_of_this_machine_is_one_line():
         check_port("192.0.2.77", 8000)
 
 
-@pytest.mark.parametrize("key", [None, "  "])
+@pytest.mark.usefixtures("no_key")
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0", "192.0.2.77", "2001:db8::1", "no-such-host.invalid"])
-def test_a_host_that_other_machines_reach_takes_a_key(monkeypatch, host, key):
-    monkeypatch.delenv(KEY, raising=False)
-    if key is not None:
-        monkeypatch.setenv(KEY, key)
+def test_a_host_that_other_machines_reach_takes_a_key(monkeypatch, host):
     with pytest.raises(UsageError, match=f"--host '{host}': other machines can reach .* Set {KEY} or --api-key; or"):
         ServeConfig(host=host)
     assert ServeConfig(host=host, api_key="k").needs_key  # so that a printed command takes one too
