@@ -88,3 +88,10 @@ def contents(found: list[dict[str, Any]], objects: Objects = NOWHERE) -> list[by
     """Return the bytes of each row's video, read one after the other as a worker does."""
     with OpenArchives(objects, map(member_of, found)) as opened:
         return [read_member(opened, row) for row in found]
+
+
+def touch(path: Path) -> Path:
+    """Write a file of one byte, with the folders that lead to it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x")
+    return path

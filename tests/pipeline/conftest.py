@@ -1,4 +1,4 @@
-"""A store on this machine, a real browser for the tests of pages, and what decode processes of the tests import."""
+"""An S3 server, a cache that tests may damage, a real browser for pages, and what decode processes import."""
 
 import shutil
 import sys
@@ -56,3 +56,27 @@ def module_server() -> Iterator[Any]:
 def server(module_server) -> Any:
     """An S3 server, with an empty bucket and one client."""
     return module_server.renew()
+
+
+@pytest.fixture(scope="session")
+def sound(tmp_path_factory) -> Path:
+    """A sound cache of six videos, which no test changes."""
+    from tests.pipeline.verifying import six_videos  # noqa: PLC0415 - loads torch
+
+    return six_videos(tmp_path_factory.mktemp("sound") / "c").root
+
+
+@pytest.fixture
+def store(sound, tmp_path) -> Any:
+    """A copy of the sound cache that a test may damage."""
+    from pipeline.storage.stores import LocalStore  # noqa: PLC0415 - loads slowly
+
+    return LocalStore(shutil.copytree(sound, tmp_path / "c"))
+
+
+@pytest.fixture(scope="session")
+def tokens(sound) -> dict[str, Any]:
+    """The tokens of the sound cache's videos."""
+    from tests.pipeline.verifying import tokens_of  # noqa: PLC0415 - loads torch
+
+    return tokens_of(sound)

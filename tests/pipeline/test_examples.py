@@ -1,5 +1,5 @@
 """The examples of ``pipeline/examples`` run as they stand; own_llm.py in cache/test_reader.py, read_coded.py in
-cache/test_codecs.py, own_stages.py in test_from_python.py."""
+cache/test_writer.py, own_stages.py in test_from_python.py."""
 
 from contextlib import suppress
 

@@ -1,7 +1,7 @@
 """The live rows, the ledger of a run, and merges; writers and mergers whose requests come in any order.
 
 Requests come late and twice, and who sends them is killed: the order is drawn from a seed, and the live rows are held
-against a model after each of them.
+against a model, the rule of the live row in plain Python, after each of them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import pickle
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -23,23 +25,94 @@ from pipeline.cache.header import read_fingerprint
 from pipeline.cache.live import Ledger
 from pipeline.cache.merging import KEEP, merge_table_files, merge_table_fully, merge_unless_damaged
 from pipeline.cache.schema import LATER
-from pipeline.cache.table import list_table_files, read_file, serialize_small
+from pipeline.cache.table import build_table, list_table_files, read_file, serialize_small
 from pipeline.inspect.report import list_failed_videos
 from pipeline.prune.summary import summarize_videos
 from pipeline.storage.stores import LocalStore, Store
 from tests.builders.caches import limit_merges, make_cache, random_tokens, read_live, write_header, write_shard
-from tests.pipeline.cache.table_rows import (
-    Model,
-    Row,
-    assert_all_agree,
-    commit_failures,
-    commit_rows,
-    draw_rows,
-    live_in,
-    serialise_rows,
-)
 from tests.pipeline.damage import Dying, merge_before_each_read
 from tests.pipeline.verifying import NOW, kinds, verified, video_of
+
+ORDER = ("removed", "ok", "failed")
+Row = dict[str, Any]
+
+
+def serialise_rows(run: str, rows: list[Row], made_with: str | None = None) -> tuple[str, pa.Buffer]:
+    """Return the name and the content of the small file that commits the rows."""
+    table = build_table([{"uri": f"/x/{row['video_id']}", "run_id": run, **row} for row in rows])
+    return serialize_small(run, 0, table, made_with)
+
+
+def commit_rows(store: Store, run: str, rows: list[Row], made_with: str | None = None) -> str:
+    """Put rows as a small file, and return its name."""
+    name, data = serialise_rows(run, rows, made_with)
+    store.put(name, data)
+    return name
+
+
+def commit_failures(store: Store, run: str, ids: Iterable[str], attempts: int = 1, made_with: str | None = None) -> str:
+    """Put a failed row of each video as a small file, and return its name."""
+    rows = [{"video_id": video_id, "status": "failed", "attempts": attempts} for video_id in ids]
+    return commit_rows(store, run, rows, made_with)
+
+
+def draw_rows(draw: random.Random, run: str) -> list[Row]:
+    """Draw rows of some of twelve videos."""
+    return [
+        {
+            "video_id": f"v{number}",
+            "run_id": run,
+            "status": draw.choices(ORDER, (1, 8, 8))[0],
+            "attempts": draw.randint(1, 3),
+            "rewritten": draw.randint(0, 1),
+            "source_size": draw.randint(1, 2),
+        }
+        for number in draw.sample(range(12), draw.randint(1, 5))
+    ]
+
+
+class Model:
+    """The rule in plain Python: of each video the best row that was ever committed."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def live(self) -> dict[str, tuple[Any, ...]]:
+        """Return the status, the attempts and the run of each video's live row."""
+        best: dict[str, tuple[Any, ...]] = {}
+        for row in build_table([{"uri": f"/x/{row['video_id']}", **row} for row in self.rows]).to_pylist():
+            rank = (ORDER.index(row["status"]), -row["attempts"], -row["rewritten"], row["tie_break"])
+            if row["video_id"] not in best or rank < best[row["video_id"]][0]:
+                best[row["video_id"]] = rank, facts_of(row)
+        return {name: facts for name, (_, facts) in best.items()}
+
+
+def facts_of(row: Row) -> tuple[Any, ...]:
+    return row["status"], row["attempts"], row["run_id"]
+
+
+def live_in(store: Store) -> dict[str, tuple[Any, ...]]:
+    """Return what ``Model.live`` returns, as a reader of the store has it."""
+    rows = read_live(store, ("video_id", "status", "attempts", "run_id")).to_pylist()
+    return {row["video_id"]: facts_of(row) for row in rows}
+
+
+def assert_all_agree(store: Store, model: Model) -> None:
+    """Check that whoever asks for live rows gets the model's: all at once, one by one, or in the ledger of a run."""
+    live = model.live()
+    assert live_in(store) == live
+    cache, ledger = TokenCache(str(store), store=store), Ledger(store).refresh()
+    assert cache.video_ids == sorted(name for name, (status, *_) in live.items() if status == "ok")
+    assert set(cache.failed) == {name for name, (status, *_) in live.items() if status == "failed"}
+    assert len(ledger) == len(live)
+    for name, place in zip(live, ledger.find(pa.array(live, pa.string())).tolist(), strict=True):
+        row = cache.metadata(name)
+        assert facts_of(row) == facts_of(ledger.read(place)) == live[name]
+        assert ledger.failed(np.array([place])).item() == (live[name][0] == "failed")
+        # A merge may forget attempts on another file with their row; none are made up.
+        others = [other for other in model.rows if other["video_id"] == name]
+        on_others = [other["attempts"] for other in others if other["source_size"] != row["source_size"]]
+        assert ledger.columns["earlier"][place] <= max(on_others, default=0)
 
 
 @pytest.fixture
@@ -128,22 +201,20 @@ def test_rows_behind_an_error_are_read_by_the_next_refresh(store, monkeypatch):
     assert len(ledger) == 0 and len(ledger.refresh()) == 1
 
 
-def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
-    store = write_header(tmp_path)
+def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(store):
     for number in range(4):
         write_shard(store, f"r{number}", video_of(f"v{number}", number))
-    cache = TokenCache(tmp_path)
+    cache = TokenCache(store.root)
     shards = cache.shards()
     before = [list(cache.rows_of(shards, number)) for number in range(len(shards))]
-    opened = TokenCache(tmp_path)
+    opened = TokenCache(store.root)
     merge_table_fully(store, read_fingerprint(store))
     assert [opened.get(f"v{number}").metadata["run_id"] for number in range(4)] == ["r0", "r1", "r2", "r3"]
     late = pickle.loads(pickle.dumps(cache))  # noqa: S301
     assert [list(late.rows_of(shards, number)) for number in range(len(shards))] == before
 
 
-def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
-    store = write_header(tmp_path)
+def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(store):
     for number in range(3):
         commit_failures(store, f"r{number}", [f"v{number}"])
     first = merge_table_files(store, None)
@@ -155,25 +226,25 @@ def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
     assert next(merge_table_files(store, None).lines()) == "nothing to merge"
 
 
-def test_a_run_merges_once_many_small_files_wait(tmp_path):
-    store, said = write_header(tmp_path), []
+def test_a_run_merges_once_many_small_files_wait(store):
+    said = []
     for number in range(5):
         commit_failures(store, f"r{number}", [f"v{number}"])
     merge_unless_damaged(store, None, 5, said.append)
     assert len(list_table_files(store)) == 5
     merge_unless_damaged(store, None, 4, said.append)
     assert len(list_table_files(store)) == 6 and said == []
-    path = tmp_path / commit_failures(store, "r9", ["v9"])
+    path = store.root / commit_failures(store, "r9", ["v9"])
     path.write_bytes(b"PAR1")
     merge_unless_damaged(store, None, 0, said.append)
     assert len(said) == 1 and "were not merged" in said[0] and "jobs.compact tries again" in said[0]
 
 
 @pytest.mark.parametrize("puts", [1, 3])
-def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeypatch, puts):
+def test_a_merge_that_is_killed_between_its_files_loses_no_row(store, monkeypatch, puts):
     """What it read must not be deleted on the word of the files that it did write."""
     limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1)
-    store, dying = write_header(tmp_path), Dying(tmp_path, puts)
+    dying = Dying(store.root, puts)
     for number in range(4):
         commit_failures(store, f"r{number}", [f"v{number}-{i}" for i in range(3)])
     before = live_in(store)
@@ -188,9 +259,8 @@ def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeyp
     assert live_in(store) == before
 
 
-def test_sorted_files_that_share_one_video_are_merged_on_demand(tmp_path):
+def test_sorted_files_that_share_one_video_are_merged_on_demand(store):
     """The last video of the one is the first of the other."""
-    store = write_header(tmp_path)
     for attempts in (1, 2):
         commit_failures(store, f"r{attempts}", ["v"], attempts)
         for _ in range(2):
@@ -200,10 +270,10 @@ def test_sorted_files_that_share_one_video_are_merged_on_demand(tmp_path):
     assert len(list_table_files(store)) == 1 and live_in(store)["v"][1] == 2
 
 
-def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
+def test_few_levels_hold_many_commits(store, monkeypatch):
     """As 2,880 commits of a day, but smaller: files stay few, and a row is written a few times."""
     limit_merges(monkeypatch, GROUP_ROWS=16, _PART_GROUPS=8)
-    store, most, written = write_header(tmp_path), 0, 0
+    most, written = 0, 0
     for number in range(64):
         commit_failures(store, f"r{number:04}", [f"v{number}-0", f"v{number}-1"])
         if number % 8 == 7:
@@ -214,10 +284,9 @@ def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
     assert len({file.level for file in list_table_files(store)}) <= 4
 
 
-def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, monkeypatch):
+def test_many_rows_of_few_videos_are_one_file_however_many_there_were(store, monkeypatch):
     """Ranges of keys begin at rows, so that no merged file is missing for want of any."""
     limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1, _MAX_FILES_PER_STEP=5)  # in three steps
-    store = write_header(tmp_path)
     for number in range(12):
         commit_failures(store, f"r{number:02}", ["v0", "v1", "v2"], attempts=number)
     merge_table_files(store, None, everything=True, keep=NOW)
@@ -235,27 +304,25 @@ def test_a_run_leaves_large_levels_to_jobs_compact(store):
     assert len(merge_table_files(store, None, everything=True, keep=NOW).read) == 2 and len(live_in(store)) == 60
 
 
-def test_rows_of_another_identity_are_left_out_and_counted(tmp_path):
-    store = write_header(tmp_path)
+def test_rows_of_another_identity_are_left_out_and_counted(store):
     own, foreign = read_fingerprint(store), "blake2b:00"
     commit_failures(store, "mine", ["a"], 1, own)
     other = commit_failures(store, "other", ["a", "b"], 9, foreign)
-    assert set(TokenCache(tmp_path).failed) == {"a"} and TokenCache(tmp_path).foreign_files == [other]
-    assert [row["attempts"] for row in list_failed_videos(TokenCache(tmp_path))] == [1]
+    assert set(TokenCache(store.root).failed) == {"a"} and TokenCache(store.root).foreign_files == [other]
+    assert [row["attempts"] for row in list_failed_videos(TokenCache(store.root))] == [1]
     assert len(Ledger(store, own).refresh()) == 1
     done = merge_table_files(store, own, everything=True, keep=NOW)
     assert done.foreign == [other] and store.exists(other)
     commit_failures(store, "x", ["c"], 1, foreign)
     merge_table_files(store, foreign, everything=True, keep=NOW)
-    cache = TokenCache(tmp_path)
+    cache = TokenCache(store.root)
     assert set(cache.failed) == {"a"} and "c" not in cache and len(cache.foreign_files) == 3
     assert set(Ledger(store, own).refresh().columns["attempts"]) == {1}
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_attempts_on_another_file_are_told_apart(tmp_path, merged):
+def test_attempts_on_another_file_are_told_apart(store, merged):
     """Also where merges have dropped the rows of those attempts."""
-    store = write_header(tmp_path)
     commit_rows(store, "r0", [{"video_id": "b", "status": "failed", "attempts": 4, "source_size": 5}])
     for attempts, size in ((1, 5), (2, 5), (3, 7), (4, 7)):
         row = {"video_id": "a", "status": "failed", "attempts": attempts, "source_size": size}

@@ -1,25 +1,46 @@
-"""Files of the table: what is read is what was written, whose name says so; and files that are none of the cache's."""
+"""The header, sealed and compared leaf by leaf, and the files of the table, whose names say what was written.
+
+Files that are none of the cache's, and the card by which the cache loads as a dataset.
+"""
 
 import json
+import os
 import random
 import shutil
+import sys
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from gstep import PRUNERS, make_pruner
+from gstep.pruners.base import Pruner, Selection
 from jobs import inspect
 from pipeline import CorruptShard, TokenCache
+from pipeline.cache import header as headers
 from pipeline.cache import table as table_files
-from pipeline.cache.header import read_fingerprint
+from pipeline.cache.header import (
+    CHECKSUM,
+    MethodDeclarations,
+    compute_fingerprint,
+    list_differences,
+    read_fingerprint,
+    serialize_header,
+)
 from pipeline.cache.live import Ledger, LiveVideos
 from pipeline.cache.merging import merge_table_files, merge_table_fully
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.table import SortedFile, build_table, list_table_files, parse_file_name, read_file, serialize_sorted
-from pipeline.errors import RemovedVideo, RunFailed
+from pipeline.errors import NotACache, RemovedVideo, RunFailed
+from pipeline.own_code import hash_code
 from pipeline.storage.stores import LocalStore
 from tests.builders.caches import read_live, write_header, write_shard
+from tests.interpreter import run_python
 from tests.pipeline.damage import flip, shards
 from tests.pipeline.verifying import copy_to_s3, kinds, remove, six_videos, tokens_of, verified, video_of
 
@@ -110,24 +131,14 @@ def test_a_flipped_bit_anywhere_raises_or_changes_nothing(empty, read):
             seen()
 
 
-class Counting(LocalStore):
-    """Counts the slices that are read."""
-
-    n_reads = 0
-
-    def read_slice(self, name, start, end=None):
-        self.n_reads += 1
-        return super().read_slice(name, start, end)
-
-
 def test_few_requests_find_a_video(empty):
     """One listing opens the table; then its end and one row group of the file are read."""
     put_sorted(empty, rows_of(N))
-    counting = Counting(empty.root)
-    cache = TokenCache(empty.root, store=counting)
-    for _ in range(2):
-        cache.metadata("folder/v7")
-        assert counting.n_reads == 2
+    with patch.object(LocalStore, "read_slice", autospec=True, side_effect=LocalStore.read_slice) as read_slice:
+        cache = TokenCache(empty.root)
+        for _ in range(2):
+            cache.metadata("folder/v7")
+            assert read_slice.call_count == 2
 
 
 def test_keys_that_share_a_half_are_told_apart(empty, monkeypatch):
@@ -153,11 +164,6 @@ def test_rows_of_several_workers_become_the_same_file_as_one_table():
 
 
 SECRET = "a caption of the takedown"
-
-
-@pytest.fixture
-def store(tmp_path):
-    return six_videos(tmp_path / "c")
 
 
 def as_sorted(store):
@@ -307,3 +313,160 @@ def test_files_of_a_mac_are_left_out_on_s3_as_in_a_folder(store, server):
         far.put(name, b"\0\5\x16\7")
     assert far.names("runs", ".json") == [] and len(far.names("tokens", ".parquet")) == len(shards(store))
     assert TokenCache(far.root, store=far).stray_files == []
+
+
+HEADER = {"schema_version": 1, "identity": {"model": {"type": "m", "weights": "w"}}, "newline": None}
+
+
+def read(store: LocalStore) -> dict[str, object]:
+    return headers.read_header_file(store, "h.json", (1,), NotACache, "no cache here: name one")
+
+
+@pytest.fixture
+def place(tmp_path) -> LocalStore:
+    place = LocalStore(tmp_path)
+    place.put("h.json", serialize_header(HEADER))
+    return place
+
+
+def test_differences_name_the_leaf_also_where_only_one_has_it():
+    lines = list_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
+    assert lines == ["a.c: the cache has 2, this run 3"]
+    old, new = {"x": 1, "p": {"alpha": 0.5}}, {"p": {"alpha": 0.5, "seed": 0}, "e": {"k": "l"}}
+    assert list_differences(old, new, old_subject="the answers have") == [
+        "e.k: the answers have None, this run 'l'",
+        "p.seed: the answers have None, this run 0",
+        "x: the answers have 1, this run None",
+    ]
+    assert list_differences(old, old) == []
+    assert list_differences({"a": {"b": None}}, {}) == ["a: the cache has {'b': None}, this run None"]
+    assert list_differences({"a": {"b": None}}, {"a": {}}) == []  # a missing key counts as None
+
+
+def test_a_fingerprint_is_of_what_is_said_and_not_how():
+    assert compute_fingerprint({"a": 1, "b": [1.0]}) == compute_fingerprint({"b": [1.0], "a": 1})
+    assert len({compute_fingerprint(x) for x in ({"a": 1}, {"a": "1"}, {"a": 1.5}, {"b": 1}, {"a": None}, {})}) == 6
+
+
+def test_of_other_families_no_preprocessing_is_compared():
+    old = {"model": {"type": "t"}, "preprocessing": {"pixels": 1}, "ratio": 1}
+    new = {"model": {"type": "t", "family": "generic"}, "preprocessing": {"processor": {"a.json": {}}}, "ratio": 2}
+    family = "model.family: the cache has None, this run 'generic'"
+    assert list_differences(old, new) == [family, "ratio: the cache has 1, this run 2"]
+    assert list_differences({"cache": old}, {"cache": {**new, "ratio": 1}}) == [f"cache.{family}"]
+
+
+def test_a_header_comes_back_as_it_was_with_its_checksum_or_without(place):
+    header = read(place)
+    assert header.pop(CHECKSUM) == compute_fingerprint(HEADER) and header == HEADER
+    assert serialize_header(read(place)) == serialize_header(HEADER)  # the old checksum is no part of the new one
+    place.put("h.json", json.dumps(HEADER).encode())
+    assert read(place) == HEADER
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "schema version None; this program reads version 1"),
+        (b'{"schema_version": 2, "identity": {}}', "schema version 2; this program reads version 1"),
+        (b'{"schema_version": 1, "identity": []}', "it holds no identity"),
+        (b'{"schema_version": 1, "identity": {}, "checksum": "blake2b:00"}', "does not have the checksum in it"),
+    ],
+)
+def test_what_is_no_header_of_this_version_is_refused(place, data, why):
+    place.put("h.json", data)
+    with pytest.raises(NotACache, match=why):
+        read(place)
+
+
+def test_a_place_without_one_is_refused_with_the_remedy(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(NotACache, match=f"{path}: no cache here: name one"):
+            read(LocalStore(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Pruner):
+    name: ClassVar[str] = "own"
+    nested: ClassVar[bool] = False
+    merges: ClassVar[bool] = True
+    reorders: ClassVar[bool] = True
+
+    weights: Any = field(default=1.5)
+
+    def select(self, visual, budget, ratio, seed):
+        return Selection(torch.arange(budget))
+
+
+def test_methods_of_the_table_are_their_names_and_parameters():
+    for name, method in PRUNERS.items():
+        pruner = make_pruner(name)
+        assert headers.describe_method(pruner) == {"method": name, "params": pruner.params()}
+        identity = {"pruner": {"method": name, "params": {}}}
+        assert headers.get_method_declarations(identity) == MethodDeclarations.by(method)
+
+
+def test_one_from_outside_brings_what_it_declares(monkeypatch):
+    declared = {"nested": False, "merges": True, "exact": True, "reorders": True}
+    described = headers.describe_method(Own())
+    own = {"method": f"{__name__}:Own", "params": {"weights": 1.5}, "code": hash_code(Own)}
+    assert described == {**own, "declares": declared}
+    monkeypatch.setitem(sys.modules, __name__, None)  # an import would fail
+    assert headers.get_method_declarations({"pruner": described}) == MethodDeclarations(**declared)
+    for unknown in ({"method": "os:path"}, {}, {"method": "m:C", "declares": {"nested": True}}):
+        assert headers.get_method_declarations({"pruner": unknown}) is None
+    assert headers.get_method_declarations({}) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), {1: 2}, object(), torch.ones(1)])
+def test_a_parameter_that_json_cannot_hold_is_refused(value):
+    with pytest.raises(ValueError, match=r"Own': parameters are recorded as JSON, which cannot hold"):
+        headers.describe_method(Own(weights=value))
+
+
+LOAD = """
+import json, os, sys
+from datasets import load_dataset
+
+def count(place, *name):
+    try:
+        return load_dataset(place, *name, split="train", cache_dir=sys.argv[1]).num_rows
+    except Exception as error:
+        return type(error).__name__
+
+print(json.dumps([[count(place), count(place, "videos"), count(place, "tokens")] for place in sys.argv[2:]]))
+"""
+
+
+def test_a_cache_loads_as_a_dataset_by_the_names_of_its_tables(tmp_path):
+    """datasets took the files of both tables for one, and failed on the columns."""
+    pytest.importorskip("datasets", reason="datasets is not installed")
+    store = six_videos(tmp_path / "c")
+    headers.write_new_header(store, headers.read_header(store))
+    merge_table_fully(store, None)
+    write_shard(store, "run9", video_of("x", 9))
+    failed = shutil.copytree(store.root, tmp_path / "failed")
+    shutil.rmtree(failed / "tokens")  # of a cache in which every video failed
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = run_python("-c", LOAD, tmp_path / "d", store.root, failed, check=True, env=environment)
+    of_both, (*of_failed, _) = json.loads(done.stdout.splitlines()[-1])
+    assert (of_both, of_failed) == ([8, 8, 72], [8, 8])  # f has two rows
+
+
+@pytest.mark.parametrize("own", [None, b"# My cache\n"])
+def test_it_is_written_once_and_a_user_s_own_stays(tmp_path, own):
+    header, out = headers.read_header(six_videos(tmp_path / "source")), LocalStore(tmp_path / "out")
+    out.make()
+    if own is not None:
+        out.put("README.md", own)
+    assert not out.has_other_files()
+    headers.write_new_header(out, header)
+    written = out.read("README.md")
+    assert written == own or (own is None and b"Superseded rows are included" in written)
+    assert headers.has_generated_card(out) == (own is None)
+    out.put("README.md", written + b"more")
+    headers.write_new_header(out, header)
+    assert out.read("README.md") == written + b"more" and not headers.has_generated_card(out) and out.has_other_files()

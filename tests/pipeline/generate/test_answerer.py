@@ -35,6 +35,7 @@ from pipeline.storage.stores import LocalStore
 from tests.builders.answers import SHAPE, sent, setup_of, tiny_cache, tiny_qwen_cache
 from tests.builders.caches import encoded, random_tokens, write_shard
 from tests.gstep.llms import llm
+from tests.pipeline.damage import flip
 
 WAY = AnswerMode(Decoding(max_new_tokens=8))
 PROMPTS = ["What?", "What is happening in this video, and why?", "Who is it?", "Where?", "Say more about the end."]
@@ -354,9 +355,7 @@ def test_a_damaged_shard_costs_the_questions_on_its_videos(tmp_path):
     write_shard(store, "run2", encoded("b", random_tokens(1, SHAPE), 0.25, "gstep"))
     write_shard(store, "run3", encoded("gone", random_tokens(2, SHAPE), 0.25, "gstep"))
     damaged, removed = sorted(set((tmp_path / "c" / "tokens").iterdir()) - before)
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    flip(damaged, damaged.stat().st_size // 2)
     removed.unlink()
     asked = open_questions(4)
     asked.append({**asked[0], "question_id": "4", "video_ids": ["gone"]})

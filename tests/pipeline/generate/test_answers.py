@@ -29,6 +29,7 @@ from pipeline.generate.summary import summarize_answers
 from pipeline.storage.stores import LocalStore
 from tests.builders.answers import write_questions
 from tests.paths import ROOT
+from tests.pipeline.damage import flip
 
 
 def row(question_id="1", status="ok", attempts=1, **more):
@@ -82,9 +83,7 @@ def test_the_live_row_is_ok_before_failed_then_the_last_attempt_under_every_prun
 def test_a_flipped_bit_is_seen(store, form):
     commit_answers(store, "run", 0, [row(answer="yes")], form)
     (path,) = (Path(str(store)) / "answers").iterdir()
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path, path.stat().st_size // 2)
     with pytest.raises(CorruptShard, match="does not have the hash"):
         read_answers(str(store))
 

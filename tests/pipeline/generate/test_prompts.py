@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.builders.answers import lines_of, prepared, request_about, setup_of, thinking_model, tiny_cache
-from tests.builders.caches import cache_of, encode_clip, make_identity, write_header, write_shard
+from tests.builders.caches import cache_of, encode_clip, make_identity, write_shard
 from tests.builders.clips import sample, uneven_clip
 from tests.gstep.language.prompts import builder, text_of
 from tests.gstep.llms import DENSE, Encoded, llm, stock, stock_inputs
@@ -124,27 +124,18 @@ def test_late_and_early_pruning_give_the_same_tokens_bit_for_bit(made, whole, me
         assert (got.n_frames, got.extra) == (expected.n_frames, expected.extra) and not got.evidence
 
 
-class CacheCounts(LatePruning):
-    """Notes the methods that selected."""
-
-    seen: ClassVar[list[str]] = []
-
-    def select(self, *args):
-        self.seen.append(self.pruner.name)
-        return super().select(*args)
-
-
 @in_tiny
 def test_a_video_is_read_once_and_selected_from_once_a_method(made, whole):
     methods = ("gstep", "random", "uniform")
-    lates = [CacheCounts(**vars(made.late(whole, method, ratio))) for method in methods for ratio in RATIOS]
-    CacheCounts.seen.clear()
+    lates = [made.late(whole, method, ratio) for method in methods for ratio in RATIOS]
     videos = VideoMemory(whole, lates)
     video = videos.read("v")
-    read_s, first = videos.read_s, [videos.prune(video, late) for late in lates]
-    assert videos.read("v") is video and videos.read_s == read_s > 0  # it was read once
-    assert all(videos.prune(video, late) is visual for late, visual in zip(lates, first, strict=True))
-    assert CacheCounts.seen == ["gstep", "random", *["uniform"] * len(RATIOS)]
+    with patch.object(LatePruning, "select", autospec=True, side_effect=LatePruning.select) as select:
+        read_s, first = videos.read_s, [videos.prune(video, late) for late in lates]
+        assert videos.read("v") is video and videos.read_s == read_s > 0  # it was read once
+        assert all(videos.prune(video, late) is visual for late, visual in zip(lates, first, strict=True))
+    selected = [call.args[0].pruner.name for call in select.call_args_list]
+    assert selected == ["gstep", "random", *["uniform"] * len(RATIOS)]
     assert videos.prune(video).tokens.shape[0] == first[0].n_frames * first[0].tokens_per_frame
 
 
@@ -314,8 +305,7 @@ def test_answers_are_of_their_times_where_the_model_reads_any(cache, tmp_path):
 def cached(source, name, tmp_path, method, ratio, **params):
     """One real clip through decoder, encoder, pruner, writer and reader: (frames, Visual)."""
     frames, row = encode_clip(source, sample("bikes.mp4"), FRAMES, method, ratio, **params)
-    store = write_header(tmp_path / method, ratio, deepstack_levels=family_of(source).static().deepstack_levels)
-    write_shard(store, "run", row)
+    cache_of(tmp_path / method, source, row, method=method, ratio=ratio)
     cache = TokenCache(tmp_path / method)
     newline = stock(name).model.image_newline.bfloat16() if name == "tiny" else None
     return frames, replace(cache.get("v").visual, newline=newline)

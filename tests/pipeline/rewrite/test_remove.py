@@ -18,22 +18,7 @@ from pipeline.runner.claim import CacheLocked, Claim
 from pipeline.storage.stores import LocalStore
 from tests.builders.caches import encoded_failure, write_header, write_shard
 from tests.pipeline.damage import flip, say_what_was_committed, shards, stop_at_each_change
-from tests.pipeline.verifying import NOW, assert_tokens, kinds, remove, six_videos, tokens_of, verified, video_of
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
-    return six_videos(tmp_path_factory.mktemp("sound") / "c").root
-
-
-@pytest.fixture(scope="module")
-def tokens(sound) -> dict[str, torch.Tensor]:
-    return tokens_of(sound)
-
-
-@pytest.fixture
-def store(sound, tmp_path) -> LocalStore:
-    return LocalStore(shutil.copytree(sound, tmp_path / "c"))
+from tests.pipeline.verifying import NOW, assert_tokens, kinds, remove, tokens_of, verified, video_of
 
 
 def mentions(root: Path, video_id: str) -> list[str]:

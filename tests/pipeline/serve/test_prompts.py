@@ -35,6 +35,12 @@ def served(cache, **more):
     return CachedPrompts(ServedCache(cache=str(cache), model="tiny", **more))
 
 
+@pytest.fixture
+def prompts(cache):
+    """Of the cache, which is looked at again when a test says so."""
+    return served(cache, refresh_seconds=3600)
+
+
 def built(prompts, messages):
     """The prompt of messages, as the renderer makes it."""
     conversation = prompts.read(messages)
@@ -53,8 +59,7 @@ def user(*parts):
     return {"role": "user", "content": list(parts)}
 
 
-def test_a_video_that_the_engine_has_no_room_for_names_the_remedies(cache):
-    prompts = served(cache)
+def test_a_video_that_the_engine_has_no_room_for_names_the_remedies(prompts):
     small = video("cache://dir/b.mp4?retention_ratio=0.1")
     conversation = prompts.read([user(video("cache://a"), small, text("Why?"))])
     videos = [prompts.find(link).result() for link in conversation.links]
@@ -65,8 +70,8 @@ def test_a_video_that_the_engine_has_no_room_for_names_the_remedies(cache):
         prompts.prompt(conversation, videos, n_tokens - 1)
 
 
-def test_a_question_has_the_prompt_of_jobs_generate(cache):
-    prompts, opened = served(cache), TokenCache(cache)
+def test_a_question_has_the_prompt_of_jobs_generate(cache, prompts):
+    opened = TokenCache(cache)
     visuals = [opened.get("dir/b.mp4", 0.1).visual, opened.get("a").visual]
     expected = prompts.builder.build("Why?", visuals, system="Be brief.")
     question = user(video("cache://dir/b.mp4?retention_ratio=0.1"), video("cache://a"), text("Why?"))
@@ -92,8 +97,7 @@ def test_the_servers_ratio_is_that_of_links_without_one_and_what_does_not_fit_is
         served(tmp_path / "q")
 
 
-def test_a_conversation_goes_on(cache):
-    prompts = served(cache)
+def test_a_conversation_goes_on(prompts):
     first = [user(video("cache://a"), text("Who?"))]
     second = user(text("And "), video("cache://dir/b.mp4"), text("?"))
     one, two = built(prompts, first), built(prompts, [*first, {"role": "assistant", "content": "A dog."}, second])
@@ -129,16 +133,16 @@ def test_a_conversation_goes_on(cache):
         ({"type": "video_url", "video_url": {}}, "lacks its 'url'"),
     ],
 )
-def test_whatever_is_no_cached_video_is_refused_with_the_reason(cache, part, why):
+def test_whatever_is_no_cached_video_is_refused_with_the_reason(prompts, part, why):
     with pytest.raises((ValueError, UnknownVideo), match=why):
-        built(served(cache), [user(video("cache://a"), part)])
+        built(prompts, [user(video("cache://a"), part)])
 
 
-def test_a_client_learns_no_ids_of_other_videos(cache):
+def test_a_client_learns_no_ids_of_other_videos(cache, prompts):
     with pytest.raises(UnknownVideo, match=r"did you mean dir/b\.mp4"):
         TokenCache(cache).get("b.mp4")
     with pytest.raises(UnknownVideo) as refused:
-        built(served(cache), [user(video("cache://b.mp4"), text("x"))])
+        built(prompts, [user(video("cache://b.mp4"), text("x"))])
     assert str(refused.value) == "'b.mp4' is not in the cache"
 
 
@@ -161,8 +165,8 @@ def test_videos_that_were_asked_about_long_ago_are_let_go(cache):
     assert prompts.find(CacheLink("a")).result().visual is not first.visual
 
 
-def test_another_cache_in_the_same_place_is_not_served(cache):
-    videos = served(cache, refresh_seconds=3600).caches[""]
+def test_another_cache_in_the_same_place_is_not_served(cache, prompts):
+    videos = prompts.caches[""]
     other = {**TokenCache(cache).identity, "model": {"type": "llava_onevision", "weights": "files:another"}}
     shutil.rmtree(cache)
     tiny_cache(cache, ("a", "new"), identity=other)
@@ -171,8 +175,7 @@ def test_another_cache_in_the_same_place_is_not_served(cache):
         videos.find("new", None).result()
 
 
-def test_a_redone_video_is_fresh_in_every_link_and_says_so(cache):
-    prompts = served(cache, refresh_seconds=3600)
+def test_a_redone_video_is_fresh_in_every_link_and_says_so(cache, prompts):
     videos, links = prompts.caches[""], [CacheLink("a"), CacheLink("a", 0.25), CacheLink("a", 0.1)]
     old = [prompts.find(link).result() for link in links]
     other = prompts.find(CacheLink("dir/b.mp4")).result()
@@ -209,8 +212,7 @@ def test_held_videos_are_served_while_the_store_is_away(cache):
     assert not videos.away
 
 
-def test_a_text_that_no_prompt_holds_is_refused_before_it_is_tokenized(cache):
-    prompts = served(cache)
+def test_a_text_that_no_prompt_holds_is_refused_before_it_is_tokenized(prompts):
     prompts.builder.tokenizer = None  # so that nothing can be
     with pytest.raises(ValueError, match="5,000,000 characters; this server takes 262,144"):
         built(prompts, [user(video("cache://a"), text("a" * 5_000_000))])
@@ -226,9 +228,7 @@ def test_links_name_one_of_several_caches(cache, tmp_path):
         prompts.find(CacheLink.parse("cache://c?cache=other"))
 
 
-def test_threads_share_it(cache):
-    prompts = served(cache)
-
+def test_threads_share_it(prompts):
     def ask(name):
         return built(prompts, [user(video(f"cache://{name}"), text("x"))]).visuals[0]
 

@@ -24,17 +24,7 @@ from pipeline.verify.report import KEPT_IN, Kind, Report
 from tests.builders.caches import make_cache, random_tokens, write_header, write_shard
 from tests.pipeline import damage, verifying
 from tests.pipeline.damage import cut, flip_token, rewrite_row, say_what_was_committed, shards
-from tests.pipeline.verifying import NOW, SHAPE, assert_tokens, kinds, tokens_of, verified, video_of
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
-    return verifying.six_videos(tmp_path_factory.mktemp("sound") / "c").root
-
-
-@pytest.fixture(scope="module")
-def tokens(sound):
-    return tokens_of(sound)
+from tests.pipeline.verifying import NOW, SHAPE, assert_tokens, kinds, verified, video_of
 
 
 def without(tokens, lost: str):
