@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from jobs import compact, doctor, evaluate, generate, inspect, prune, serve, ver
 from jobs.benchmark import __main__ as benchmark
 from jobs.command import run_to_exit_code
 from jobs.frame.flags import add_flags, from_flags, read_config_file
-from jobs.frame.json_document import CommandResult, print_document
+from jobs.frame.json_document import CommandResult, print_document, redirect_stdout_to_stderr
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.summary import AnswerSummary
@@ -74,6 +75,13 @@ def test_a_reader_that_does_not_wait_for_the_document_is_no_error():
     assert done.returncode == 1 and "failed: " in done.stdout and "Traceback" not in done.stdout, done.stdout
     closed = f"{sys.executable} -c '{PRINTING}' works 2>/dev/null | true; exit ${{PIPESTATUS[0]}}"
     assert subprocess.run(["bash", "-c", closed], cwd=ROOT, check=False).returncode == 3
+
+
+def test_a_stdout_that_is_not_the_process_s_own_is_as_it_was_behind_the_document(capfd):
+    with redirect_stdout_to_stderr():
+        os.write(1, b"within ")
+    os.write(1, b"behind ")
+    assert capfd.readouterr() == ("behind ", "within ")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pipeline import CorruptShard, NotACache, TokenCache
+from pipeline.cache.bounds import check_unpacked
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CHECKSUM, HEADER, read_header
 from pipeline.cache.live import LiveVideos
@@ -173,6 +174,13 @@ def test_the_same_of_a_sorted_file_and_on_s3(store, server):
         place.put(name, data)
         with pytest.raises(CorruptShard, match="too many for a file"):
             LiveVideos.open(place).row("a")
+
+
+def test_decompressed_pages_count_beside_the_values_that_arrow_makes_of_them():
+    data = write(pa.table({"index": np.zeros(5_000_000, np.int64)}), 5_000_000, use_dictionary=False)
+    metadata = pq.read_metadata(io.BytesIO(data))
+    with pytest.raises(ValueError, match="it unpacks to 100,0"):
+        check_unpacked(metadata, [0], [0], lambda start, end: memoryview(data)[start:end], len(data))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"token_shards": 5}', "[1]"])

@@ -52,6 +52,13 @@ def test_a_cluster_without_cpus_is_named_with_what_may_have_caused_it(monkeypatc
         choose_device(PruneConfig(), "auto", print)
 
 
+def test_the_only_gpu_of_a_cluster_is_used_without_a_note(monkeypatch):
+    monkeypatch.setattr(connection, "connect", lambda say: {})
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 1.0})
+    said: list[str] = []
+    assert choose_device(PruneConfig(), "auto", said.append) == ("cuda", "bfloat16") and said == []
+
+
 def node(name: str, cpus: float = 4.0) -> dict[str, object]:
     return {"NodeID": name * 8, "NodeManagerHostname": "host", "Alive": True, "Resources": {"CPU": cpus}}
 
