@@ -221,6 +221,12 @@ def test_without_pictures_the_page_says_why_and_still_shows_the_tokens(decoded, 
     assert "<b>folder" not in page.html
 
 
+def test_a_source_object_that_is_gone_is_not_one_that_has_changed(decoded, tmp_path, server):
+    cache = build(tmp_path / "c", decoded, uri=server.uri("gone.mp4"))
+    page = render_video_page(cache, VIDEO, objects=server.objects(), video_roots=[server.uri()])
+    assert page.missing.startswith("the source object is not at hand: ")
+
+
 @pytest.mark.parametrize(
     ("height", "width", "size"),
     [(272, 640, (95, 224)), (640, 272, (288, 122)), (100, 50, (100, 50)), (1, 4000, (1, 224))],
