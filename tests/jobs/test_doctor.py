@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 
 from jobs import doctor
+from pipeline.doctor.finding import Finding
 from pipeline.storage.stores import LocalStore
 from tests.builders.clips import sample
 from tests.builders.clusters import ray_here
@@ -17,16 +18,25 @@ CLIP = str(sample("bikes.mp4"))
 class Spoken:
     """A doctor that looks at nothing."""
 
+    states = ()
+
     def __init__(self, config, say):
         say("joining the Ray cluster at [fe80::1]:6379")
 
     def iter_findings(self):
-        return iter(())
+        return (Finding(state, state, "seen") for state in self.states)
 
 
 def test_an_address_in_brackets_is_no_markup(monkeypatch):
     monkeypatch.setattr("pipeline.doctor.doctor.Doctor", Spoken)
     assert "at [fe80::1]:6379" in said_by(doctor)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_exit_code_says_whether_something_is_wrong(monkeypatch, wrong):
+    monkeypatch.setattr("pipeline.doctor.doctor.Doctor", Spoken)
+    monkeypatch.setattr(Spoken, "states", ("ok", "slow", "unknown", *["wrong"] * wrong))
+    assert document_of(doctor, [])[0] == wrong
 
 
 # On a node whose PyAV was built without a decoder of VP9.

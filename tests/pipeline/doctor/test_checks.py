@@ -37,7 +37,7 @@ def wrong(findings):
 
 
 def test_nodes_that_agree_are_ok_and_others_are_named():
-    """One with another version, a wrong clock, no answer, or little shared memory."""
+    """One with another version, a wrong clock, no answer, little shared memory, or little memory."""
     alike = next(judge_nodes({"a": HERE, "b": HERE}, HERE))
     assert alike.state == "ok" and f"numpy {HERE.versions['numpy']}: the same on 2 nodes" in alike.says
     assert f"boto3 {HERE.versions['boto3']}" in alike.says.partition("not compared: ")[2]
@@ -47,12 +47,14 @@ def test_nodes_that_agree_are_ok_and_others_are_named():
         "a": HERE._replace(skew_s=-3600.0, shm_free=2**28),
         "b": HERE._replace(versions={**HERE.versions, "av": "99.0"}),
         "c": Finding("node", "wrong", "it does not answer: gone", "look at it"),
+        "d": HERE._replace(memory=2**32, shm_free=2**32),
     }
     findings = {finding.name: finding for finding in judge_nodes(nodes, HERE)}
     assert wrong(findings.values()).keys() == {"versions", "clock (a)", "node (c)"}
     assert f"av 99.0 on b, {HERE.versions['av']} here" in findings["versions"].says and findings["versions"].remedy
     assert "-3600.0 s" in findings["clock (a)"].says and "gone" in findings["node (c)"].says
     assert findings["memory (a)"].state == "slow" and "free /dev/shm 0.2 GiB" in findings["memory (a)"].says
+    assert findings["memory (d)"].state == "slow" and "memory 4.0 GiB" in findings["memory (d)"].says
 
 
 def test_a_node_that_is_lost_after_it_answered_costs_no_other_nodes_findings(monkeypatch):

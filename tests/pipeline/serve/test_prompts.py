@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gstep.backbones import ModelSource
-from pipeline import TokenCache
+from pipeline import TokenCache, vllm_input
 from pipeline.errors import UnknownVideo, UsageError
 from pipeline.generate.prompts import count_bytes
 from pipeline.serve.config import ServeConfig
@@ -286,3 +286,10 @@ def test_the_flag_decides_the_times_of_every_prompt(tmp_path):
     assert settings["frame_times"] == "stock"  # as it reaches the renderer
     assert times(ServedCache(**settings)) == ["0.3", "1.4", "2.2"]
     assert times(ServedCache(cache=place, model="tiny-qwen3-vl")) == ["0.2", "1.0", "2.2"]
+
+
+def test_one_video_of_another_model_is_refused_among_several(cache, tmp_path):
+    tiny_cache(tmp_path / "other", ("x",), source=ModelSource.resolve("tiny-qwen2-5-vl"), newline=None)
+    own, other = TokenCache(str(cache)), TokenCache(str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="caches of different models"):
+        vllm_input([own.get("a"), own.get("dir/b.mp4"), other.get("x")], "What?")

@@ -67,7 +67,8 @@ def test_nodes_that_are_lost_replaced_or_new_are_told_once_with_their_workers(mo
     said, nodes, plan = list[str](), [node("a"), node("b")], plan_resources(8, 0, 4000)
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     log = NodeLog(said.append)
-    log.look(WorkerReport(workers={"a" * 8: {"decode": 4}}), plan)  # others are still starting
+    for starting in ({"a" * 8: {"decode": 4}}, {"a" * 8: {"decode": 4}, "b" * 8: {"decode": 4, "encode": 1}}):
+        log.look(WorkerReport(workers=starting), plan)  # others are still starting
     assert said == []
     report = WorkerReport(workers={"a" * 8: {"decode": 4}, "b" * 8: {"decode": 4, "encode": 2, "write": 1}})
     log.look(report, plan)
