@@ -1,8 +1,10 @@
-"""An S3 server, a cache that tests may damage, a real browser for pages, and what decode processes import."""
+"""An S3 server, caches that tests may damage, a browser for pages, an empty vLLM, and what decode processes import."""
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +82,23 @@ def tokens(sound) -> dict[str, Any]:
     from tests.pipeline.verifying import tokens_of  # noqa: PLC0415 - loads torch
 
     return tokens_of(sound)
+
+
+@pytest.fixture
+def vllm_package(tmp_path) -> Callable[[str, str], AbstractContextManager[None]]:
+    """A function that lets an empty vLLM be installed for a while, by the name of its package and its version."""
+    if find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed here")
+
+    @contextmanager
+    def install(name: str, version: str) -> Iterator[None]:
+        folder = tmp_path / f"{name}-{version}"
+        metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info/METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "vllm.py").touch()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(folder)
+            yield
+
+    return install

