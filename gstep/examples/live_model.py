@@ -22,8 +22,8 @@ folder, _ = ModelSource.resolve("shapes").pretrained()  # or an id on the hub
 processor = AutoProcessor.from_pretrained(folder)
 model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
-frames = torch.full((FRAMES, 3, SIZE, SIZE), 128, dtype=torch.uint8)
-for t in range(FRAMES):  # a red square that moves to the right
+frames = torch.full((FRAMES, 3, SIZE, SIZE), 60, dtype=torch.uint8)
+for t in range(FRAMES):  # a red square that moves to the right, on a dark ground
     frames[t, :, 30:54, 4 * t : 4 * t + 24] = torch.tensor([220, 30, 30], dtype=torch.uint8)[:, None, None]
 
 messages = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]

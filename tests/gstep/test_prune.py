@@ -227,6 +227,6 @@ def test_methods_are_compared(capsys):
 def test_a_live_model_answers_from_pruned_tokens(capsys):
     run_example("gstep/examples/live_model.py")
     first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith("all tokens: ") and first.endswith("after a prompt of 595 tokens")
+    assert first == "all tokens: B, after a prompt of 595 tokens"
     assert [line.partition(":")[0] for line in others] == ["25% by gstep", "5% by gstep", "5% by random"]
     assert not any(line.endswith(" 0.0") for line in others)
