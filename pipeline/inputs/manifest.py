@@ -41,13 +41,13 @@ from pipeline.inputs.named_videos import (
     FolderCheck,
     ManifestConverter,
     Roots,
+    convert_row_errors,
     remove_secrets,
     require_unique_ids,
 )
 from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
     UNREADABLE,
-    BadRow,
     TableRows,
     is_text,
     iter_given_batches,
@@ -215,12 +215,8 @@ def _convert_unique_videos(
         ManifestError: there are no rows (message ``none``), they cannot be read, a row is invalid, or a ``video_id``
             repeats.
     """
-    try:
+    with convert_row_errors(name):
         batches = [named_videos.convert(rows) for rows in parts]
-    except BadRow as error:
-        raise ManifestError(str(error)) from error
-    except UNREADABLE as error:
-        raise ManifestError(f"{name}: cannot be read as a manifest: {error}") from error
     if not batches:
         raise ManifestError(f"{name}: {none}")
     return require_unique_ids(pa.Table.from_batches(batches, MANIFEST_SCHEMA), name)

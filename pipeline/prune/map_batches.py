@@ -14,7 +14,7 @@ from gstep.backbones import family_of
 from pipeline.cache.reader import parse_json_columns
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import VideoItem
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, ManifestConverter, Roots
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, ManifestConverter, Roots, convert_row_errors
 from pipeline.inputs.tables import iter_given_batches
 from pipeline.options import make_config
 from pipeline.prune.batches import BYTES, read_cell, unpack_batch
@@ -78,9 +78,11 @@ class DecodeVideos:
         """Decode the videos of a batch, and yield a table of one row for each.
 
         Raises:
-            ManifestError: a row is not a valid video; for some rows a BadRow, which is a ValueError too.
+            ManifestError: a row is not a valid video, or the batch cannot be read.
         """
-        rows = [self._named_videos.convert(part) for part in iter_given_batches("videos", batch, "video_id and uri")]
+        with convert_row_errors("videos"):
+            parts = iter_given_batches("videos", batch, "video_id and uri")
+            rows = [self._named_videos.convert(part) for part in parts]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
         todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))
         for bundle in self._decoder.decode(todo):

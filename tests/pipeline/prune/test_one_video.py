@@ -9,7 +9,7 @@ import torch
 
 import pipeline
 from gstep.backbones import ModelSource
-from pipeline.errors import UsageError, VideoFault
+from pipeline.errors import ManifestError, UsageError, VideoFault
 from tests.builders.caches import encode_clip
 from tests.builders.clips import sample
 from tests.builders.runs import forbid_ray
@@ -92,6 +92,21 @@ def encoded(stages: pipeline.PruneStages, videos: list[dict]) -> pa.Table:
     rows = pa.concat_tables([row for batch in batches for row in encode(batch)])  # of one schema, or this raises
     decode.close()
     return rows
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "said"),
+    [
+        ("uri", pa.nulls(2), "videos, row 0: no uri"),
+        ("video_id", pa.array([0.5, 1.5]), "videos, row 0: the video_id is 0.5, of type float"),
+        ("note", pa.array([b"fine", b"\xff"]).view(pa.string()), "videos: cannot be read as a manifest: .*codec"),
+        ("uri", pa.array([b"fine", b"\xff"]).view(pa.string()), "videos: cannot be read as a manifest: Invalid UTF8"),
+    ],
+)
+def test_a_batch_of_no_videos_is_refused(column, values, said):
+    batch = {"video_id": pa.array(["a", "b"]), "uri": pa.array([str(CLIP)] * 2), column: values}
+    with pytest.raises(ManifestError, match=said):
+        list(pipeline.DecodeVideos(pipeline.prune_stages(model="tiny", **OPTIONS))(pa.table(batch)))
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-qwen3-vl"])
