@@ -42,10 +42,9 @@ from pipeline.generate.question_columns import (
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
-    UNREADABLE,
-    BadRow,
     UserRow,
     convert_given_table,
+    convert_row_errors,
     convert_to_text,
     is_nan,
     is_text,
@@ -157,14 +156,9 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
             invalid.
         UsageError: the S3 address is malformed, or boto3 is not installed.
     """
-    with _open_file(place, objects) as file:
-        try:
-            types = read_parquet_types(place, file)
-            return _check_rows(read_rows(place, file, _NEEDED_TEXT, "question_id"), types, place, mode, limit)
-        except BadRow as error:
-            raise QuestionsError(str(error)) from error
-        except UNREADABLE as error:
-            raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
+    with _open_file(place, objects) as file, convert_row_errors(place, "questions", QuestionsError):
+        types = read_parquet_types(place, file)
+        return _check_rows(read_rows(place, file, _NEEDED_TEXT, "question_id"), types, place, mode, limit)
 
 
 def read_given_questions(source: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
@@ -182,15 +176,11 @@ def read_given_questions(source: object, mode: AnswerMode, limit: int | None = N
             text is not UTF-8.
     """
     types: dict[str, pa.DataType] = {}
-    try:
+    with convert_row_errors("questions", "questions", QuestionsError):
         if hasattr(source, "__arrow_c_stream__"):
             source = table = convert_given_table("questions", source, _NEEDED_TEXT)
             types = dict(zip(table.schema.names, table.schema.types, strict=True))
         return _check_rows(iter_given_rows("questions", source, _NEEDED_TEXT), types, "questions", mode, limit)
-    except BadRow as error:
-        raise QuestionsError(str(error)) from error
-    except UNREADABLE as error:
-        raise QuestionsError(f"questions: cannot be read as questions: {error}") from error
 
 
 def _check_rows(

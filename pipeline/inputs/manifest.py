@@ -41,7 +41,6 @@ from pipeline.inputs.named_videos import (
     FolderCheck,
     ManifestConverter,
     Roots,
-    convert_row_errors,
     remove_secrets,
     require_unique_ids,
 )
@@ -49,6 +48,7 @@ from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
     UNREADABLE,
     TableRows,
+    convert_row_errors,
     is_text,
     iter_given_batches,
     read_row_batches,
@@ -215,7 +215,7 @@ def _convert_unique_videos(
         ManifestError: there are no rows (message ``none``), they cannot be read, a row is invalid, or a ``video_id``
             repeats.
     """
-    with convert_row_errors(name):
+    with convert_row_errors(name, "a manifest", ManifestError):
         batches = [named_videos.convert(rows) for rows in parts]
     if not batches:
         raise ManifestError(f"{name}: {none}")

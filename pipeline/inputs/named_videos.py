@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -18,15 +17,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, make_printable
 from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE_PREFIXES, find_named_refusal
-from pipeline.inputs.tables import (
-    UNREADABLE,
-    BadRow,
-    TableRows,
-    UserRow,
-    parse_number,
-    parse_text_cell,
-    serialize_carried,
-)
+from pipeline.inputs.tables import TableRows, UserRow, parse_number, parse_text_cell, serialize_carried
 from pipeline.keys import find_repeated, hash_column
 from pipeline.rows import ManifestRow
 from pipeline.storage.hub import is_remote
@@ -100,17 +91,6 @@ class UriColumns(NamedTuple):
 
     uris: pa.Array
     policy: pa.Array
-
-
-@contextmanager
-def convert_row_errors(name: str) -> Iterator[None]:
-    """Raise ManifestError for invalid rows and for rows that cannot be read; ``name`` names their table."""
-    try:
-        yield
-    except BadRow as error:
-        raise ManifestError(str(error)) from error
-    except UNREADABLE as error:
-        raise ManifestError(f"{name}: cannot be read as a manifest: {error}") from error
 
 
 class ManifestConverter:

@@ -9,6 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date, time, timedelta
 from decimal import Decimal
 from itertools import islice
@@ -20,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.errors import make_printable
+from pipeline.errors import UsageError, make_printable
 from pipeline.inputs.arrow_files import RecordBatches
 from pipeline.inputs.listings import find_suffix
 
@@ -44,6 +45,22 @@ UNREADABLE = (OSError, UnicodeDecodeError, OverflowError, pa.ArrowException)
 
 class BadRow(ValueError):  # noqa: N818
     """A row or header of a user's file is invalid. The message begins with its position."""
+
+
+@contextmanager
+def convert_row_errors(name: str, content: str, error_class: type[UsageError]) -> Iterator[None]:
+    """Raise ``error_class`` for a BadRow, and for rows that cannot be read.
+
+    Args:
+        name: the name of the file or table, for the message about rows that cannot be read.
+        content: what the rows should be, such as "a manifest", for the same message.
+    """
+    try:
+        yield
+    except BadRow as error:
+        raise error_class(str(error)) from error
+    except UNREADABLE as error:
+        raise error_class(f"{name}: cannot be read as {content}: {error}") from error
 
 
 def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[tuple[str, UserRow]]:

@@ -14,8 +14,9 @@ from gstep.backbones import family_of
 from pipeline.cache.reader import parse_json_columns
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import VideoItem
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, ManifestConverter, Roots, convert_row_errors
-from pipeline.inputs.tables import iter_given_batches
+from pipeline.errors import ManifestError
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, ManifestConverter, Roots
+from pipeline.inputs.tables import convert_row_errors, iter_given_batches
 from pipeline.options import make_config
 from pipeline.prune.batches import BYTES, read_cell, unpack_batch
 from pipeline.prune.config import VIDEO_OPTIONS, PruneConfig
@@ -80,7 +81,7 @@ class DecodeVideos:
         Raises:
             ManifestError: a row is not a valid video, or the batch cannot be read.
         """
-        with convert_row_errors("videos"):
+        with convert_row_errors("videos", "a manifest", ManifestError):
             parts = iter_given_batches("videos", batch, "video_id and uri")
             rows = [self._named_videos.convert(part) for part in parts]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
