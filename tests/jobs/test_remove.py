@@ -26,6 +26,7 @@ from tests.builders.answers import answers_by_id, tiny_cache, write_questions
 from tests.builders.runs import said_by
 from tests.builders.stores import S3Server
 from tests.jobs.test_stored import VERSIONS, unpack
+from tests.paths import read_all
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
 from tests.pipeline.evaluate.layouts import commit_replies
 
@@ -305,14 +306,11 @@ def test_scores_that_cannot_be_read_end_a_removal_before_anything_is_deleted(sto
             raise OSError(110, "Connection timed out", name)
         return original(store, name)
 
-    def contents():
-        return {path: path.read_bytes() for path in Path("results").rglob("*") if path.is_file()}
-
-    before = contents()
+    before = read_all(Path("results"))
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "read", read)
         assert "Connection timed out" in remove_from("results", code=1)
-    assert contents() == before
+    assert read_all(Path("results")) == before
     assert "2 questions are left" in remove_from("results")
     before = pq.read_table("scored/scores.parquet").drop_columns(["status"])
     pq.write_table(before, "scored/scores.parquet")

@@ -25,14 +25,11 @@ from pipeline.rows import QuestionRecord, drop_nulls
 from pipeline.storage.stores import LocalStore
 from tests.builders.answers import setup_of
 from tests.builders.runs import run, said_by
+from tests.paths import read_all
 
 
 def make(folder, *options, code=0):
     return said_by(testbed, "make", folder, "--videos", 3, *options, code=code)
-
-
-def bytes_of(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def seeds_of(folder):
@@ -44,11 +41,11 @@ def test_a_folder_is_made_that_the_benchmark_reads_and_the_same_command_again_is
     items = find_benchmark("shapes").load(tmp_path / "d").items
     assert f"3 videos and {len(items)} questions are in {tmp_path / 'd'}" in said
     assert len({item.video_id for item in items}) == 3 and len(items) >= 18
-    before = bytes_of(tmp_path / "d")
+    before = read_all(tmp_path / "d")
     make(tmp_path / "d", "--picture", str(tmp_path / "p.png"))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "holds videos of another recipe" in make(tmp_path / "d", "--seed", "1", code=2)
-    assert bytes_of(tmp_path / "d") == before
+    assert read_all(tmp_path / "d") == before
 
 
 def test_options_choose_the_videos(tmp_path):
@@ -75,7 +72,7 @@ def test_an_interrupted_one_ends_with_130_and_goes_on(tmp_path, monkeypatch):
     assert len([*tmp_path.glob("d/data/*.mp4")]) == 2
     make(tmp_path / "d")
     make(tmp_path / "whole")
-    assert bytes_of(tmp_path / "d") == bytes_of(tmp_path / "whole")
+    assert read_all(tmp_path / "d") == read_all(tmp_path / "whole")
 
 
 def test_a_folder_that_cannot_be_made_is_a_failure_in_a_line(tmp_path):
@@ -89,7 +86,7 @@ def test_two_processes_write_the_same_bytes(tmp_path):
     argv = ("make", str(tmp_path / "there"), "--videos", "3", "--hardness", "mixed")
     done = run("jobs.testbed", *argv, PYTHONHASHSEED="3")
     assert done.returncode == 0, done.stdout
-    assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "there")
+    assert read_all(tmp_path / "here") == read_all(tmp_path / "there")
 
 
 VIDEOS = 12

@@ -25,6 +25,7 @@ from pipeline.storage.stores import LocalStore, store_at
 from tests.builders.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.builders.stores import S3Server
 from tests.jobs.faults import die_at_call
+from tests.paths import read_all
 from tests.pipeline.damage import flip, say_what_was_committed, shards, stop_at_each_change
 from tests.pipeline.verifying import kinds, remove, verified, video_of
 
@@ -52,10 +53,6 @@ def two(tmp_path):
     ]
 
 
-def bytes_of(store):
-    return {path: path.read_bytes() for path in store.root.rglob("*") if path.is_file()}
-
-
 def assert_whole(out, *sources):
     """Each video is that of a source, bit for bit, and nothing is wrong with the cache."""
     cache = TokenCache(out.root)
@@ -68,11 +65,11 @@ def assert_whole(out, *sources):
 
 
 def test_the_union_is_by_the_rule_and_leaves_its_sources_as_they_are(two, tmp_path):
-    before, out = [bytes_of(store) for store in two], LocalStore(tmp_path / "c")
+    before, out = [read_all(store.root) for store in two], LocalStore(tmp_path / "c")
     done = merge(two, out)
     assert_whole(out, *two)
     assert (done.videos, done.equal, done.linked, done.copied) == (4, 2, 4, 0) and has_generated_card(out)
-    assert [bytes_of(store) for store in two] == before
+    assert [read_all(store.root) for store in two] == before
     assert len(shards(out)) == 4 and all(file.stat().st_nlink == 2 for file in shards(out))  # "both" is there once
     again = merge(two, out)
     assert (again.videos, again.linked) == (4, 0)  # its own rows win, since they are the same

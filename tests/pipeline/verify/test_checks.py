@@ -39,6 +39,7 @@ from tests.builders.caches import (
     write_shard,
 )
 from tests.builders.clips import KeepSize
+from tests.paths import read_all
 from tests.pipeline import verifying
 from tests.pipeline.damage import cut, flip, merge_before_each_read, rewrite_row, rewrite_tokens, shards, with_column
 from tests.pipeline.verifying import NOW, SHAPE, kinds, tokens_of, verified, video_of
@@ -231,11 +232,6 @@ def test_a_sample_reads_some_videos_and_says_what_it_misses(tmp_path):
     assert "tokens of 3 of 10 videos were read" in note
     assert all(f"to {share:.1%} of them {(1 - share) ** 3:.1%}" in note for share in (0.001, 0.01, 0.05))
     assert verified(store, sample=10).exit_code == 1 and verified(store, sample=10).notes == []
-
-
-def read_all(folder: Path) -> dict[str, bytes]:
-    """Read all files of a folder and of those below it; linked folders are left out."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def link_folder(store: LocalStore, folder: str, place: Path) -> None:

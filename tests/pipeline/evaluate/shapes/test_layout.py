@@ -24,6 +24,7 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.probe import probe
 from pipeline.video.sampling import ROUND_EVEN, Sampling, choose_frames
 from tests.builders.clips import KeepSize
+from tests.paths import read_all
 from tests.pipeline.evaluate.shapes.shape_videos import videos
 from tests.pipeline.evaluate.videomme import SCHEMA
 
@@ -36,10 +37,6 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("made") / "shapes"
     write_benchmark(place, SMALL)
     return place
-
-
-def bytes_of(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_columns_and_cells_are_those_of_videomme_and_every_row_is_a_question_of_its_video(folder):
@@ -71,14 +68,14 @@ def test_choices_are_asked_with_one_letter_each_and_every_frame_is_taken(folder)
 
 
 def test_making_it_again_writes_the_same_bytes_and_mends_what_is_missing(tmp_path, folder):
-    whole = bytes_of(folder)
+    whole = read_all(folder)
     again = tmp_path / "again"
     write_benchmark(again, SMALL)
-    assert bytes_of(again) == whole
+    assert read_all(again) == whole
     (again / ANNOTATIONS).unlink()
     next((again / "data").iterdir()).write_bytes(b"half")
     write_benchmark(again, SMALL)
-    assert bytes_of(again) == whole
+    assert read_all(again) == whole
 
 
 def test_the_bytes_do_not_depend_on_what_was_in_memory_before():
@@ -132,7 +129,7 @@ def test_a_folder_that_was_left_halfway_is_no_benchmark(tmp_path):
 
 
 def test_another_recipe_or_another_content_is_not_written_over(tmp_path, folder):
-    before = bytes_of(folder)
+    before = read_all(folder)
     (tmp_path / "notes.txt").write_text("mine")
     for place, recipe, why in (
         (folder, replace(SMALL, hardness=("dim",)), "holds videos of another recipe"),
@@ -142,7 +139,7 @@ def test_another_recipe_or_another_content_is_not_written_over(tmp_path, folder)
     ):
         with pytest.raises(UsageError, match=why):
             write_benchmark(place, recipe)
-    assert bytes_of(folder) == before and [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert read_all(folder) == before and [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize(
